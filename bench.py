@@ -1,0 +1,212 @@
+"""Tokens per second of plain, fixed and scheduled decoding, one request at a time, on this machine (Eq. 1).
+
+    python bench.py                         30 prompts (math, code, chat), greedy and temperature 1, three repeats
+    python bench.py --quick                 a smaller set, within two minutes
+    python bench.py --prompts FILE.jsonl    anybody's prompts: objects with "prompt" or "turns", and "domain" if they like
+
+Method   Every prompt is decoded by every policy in turn before the next prompt, so that drift of the machine meets all alike;
+         plain decoding is the same engine without a drafter. Prefill, which all share, is not in tokens/s. At temperature 1
+         each repeat has its own seeds, the same for every policy. Times are sums over a domain's prompts; what is shown is the
+         median over repeats, with the spread as [least, most].
+tau      delivered tokens per cycle, correction or bonus included. ceiling = tau * T_plain / T_verify: the speed-up if drafting
+         and everything else cost nothing. ceiling_fraction = speedup / ceiling.
+Output   a table per temperature, the ledger in ms per cycle, and as last line JSON {"rows": [..], "machine": {..}}.
+"""
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import cli
+import dspark
+import smollm2
+from target import keep_freed_memory
+
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
+PHASES = ("draft", "schedule", "verify", "commit")
+
+
+def read_prompts(path) -> list[tuple[str, str]]:
+    """JSONL of {"prompt": str} or {"turns": [str, ..]} (first turn), optional "domain" -> [(domain, prompt)]."""
+    prompts = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            text = item["prompt"] if "prompt" in item else item["turns"][0]
+            if not (isinstance(text, str) and text.strip()):
+                raise ValueError("empty")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f'{path}, line {number}: not an object with a non-empty "prompt" or "turns"')
+        prompts.append((str(item.get("domain", item.get("category", "all"))), text))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def machine(setup) -> dict:
+    """What the figures were measured on."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = [x.split(":", 1)[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+        name = lines[0] if lines else name
+    if setup.target.device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    return dict(processor=name, threads=torch.get_num_threads(), dtype=str(setup.target.dtype).removeprefix("torch."),
+                torch=torch.__version__, date=time.strftime("%Y-%m-%d"))
+
+
+def policies(setup, args, temperature):
+    """name -> (drafter, gamma, policy) for dspark.generate. The losing ones are shown too."""
+    gamma = args.gamma or setup.drafter.gamma
+    lengths = sorted({2, min(4, gamma), gamma} - {0, 1}) if gamma > 1 else [gamma]
+    out = {"plain": (None, None, None)}
+    out |= {f"fixed {g}": (setup.drafter, g, None) for g in lengths if g <= gamma}
+    out |= {f"threshold {args.threshold} of {gamma}": (
+        setup.drafter, gamma, cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold))}
+    out |= {f"scheduled {g}": (setup.drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature)) for g in lengths[1:]}
+    return out
+
+
+def measure(setup, prompts, names, temperature, args):
+    """Run everything -> {(policy, repeat, domain): [Result, ..]} and the prompts whose greedy ids part from plain's."""
+    runs, parted = {}, {}
+    encoded = [(domain, smollm2.chat(setup.encoding, text)) for domain, text in prompts]
+    for name, (drafter, gamma, policy) in names.items():  # warm-up: every policy's shapes once
+        dspark.generate(setup.target, drafter, [encoded[0][1]], sampling=dspark.Sampling(temperature, max_new_tokens=24),
+                        gamma=gamma, policy=policy)
+    jobs = [(repeat, i) for repeat in range(args.repeats) for i in range(len(encoded))]
+    for repeat, i in track(jobs, f"temperature {temperature}", console=Console(stderr=True)):
+        domain, ids = encoded[i]
+        sampling = dspark.Sampling(temperature, seed=1000 * repeat + i, max_new_tokens=args.max_new_tokens)
+        for name, (drafter, gamma, policy) in names.items():
+            [result] = dspark.generate(setup.target, drafter, [ids], sampling=sampling, gamma=gamma, policy=policy)
+            runs.setdefault((name, repeat, domain), []).append(result)
+            if name == "plain":
+                plain = result.ids
+            elif temperature == 0 and repeat == 0:
+                if (d := cli.first_difference(setup.target, ids, result.ids, plain)) is not None:
+                    parted.setdefault(name, []).append(d)
+    return runs, parted
+
+
+def summarize(runs, names, temperature, repeats):
+    """-> rows, one per (policy, domain) and one per policy for the macro mean over domains."""
+    domains = list(dict.fromkeys(d for _, _, d in runs))
+
+    def one(name, repeat, domain):
+        results = runs[name, repeat, domain]
+        seconds = {p: sum(r.ledger[p] for r in results) for p in PHASES}
+        cycles, tokens = max(1, sum(r.cycles for r in results)), sum(len(r.ids) - 1 for r in results)
+        return dict(tau=tokens / cycles, tokens_per_s=tokens / max(sum(seconds.values()), 1e-9),
+                    **{f"{p}_ms": seconds[p] / cycles * 1e3 for p in PHASES})
+
+    rows = []
+    for name in names:
+        per_repeat = []  # per repeat: one record per domain, then the mean over domains
+        for repeat in range(repeats):
+            records = []
+            for domain in domains:
+                record, plain = one(name, repeat, domain), one("plain", repeat, domain)
+                record["speedup"] = record["tokens_per_s"] / plain["tokens_per_s"]
+                record["ceiling"] = record["tau"] * plain["verify_ms"] / record["verify_ms"]
+                record["ceiling_fraction"] = record["speedup"] / record["ceiling"]
+                records.append(record)
+            records.append({k: mean(r[k] for r in records) for k in records[0]})
+            per_repeat.append(records)
+        for i, domain in enumerate([*domains, "macro"]):
+            row = dict(policy=name, temperature=temperature, domain=domain, prompts=len(runs[name, 0, domain]) if domain in domains
+                       else sum(len(runs[name, 0, d]) for d in domains), repeats=repeats)
+            for key in per_repeat[0][i]:
+                values = [records[i][key] for records in per_repeat]
+                row[key] = round(median(values), 4)
+                if key in ("tokens_per_s", "speedup", "tau"):
+                    row[f"{key}_range"] = [round(min(values), 4), round(max(values), 4)]
+            rows.append(row)
+    return rows
+
+
+def show(console, rows, parted, temperature):
+    t = Table("policy", "domain", "tau", "tokens/s", "[least, most]", "speed-up", "ceiling", "of it", "draft", "schedule", "verify",
+              "commit", title=f"temperature {temperature} (last four: ms a cycle)", title_justify="left")
+    for r in rows:
+        low, high = r["tokens_per_s_range"]
+        cells = [r["policy"] if r["domain"] == rows[0]["domain"] else "", r["domain"], f"{r['tau']:.2f}", f"{r['tokens_per_s']:.1f}",
+                 f"[{low:.1f}, {high:.1f}]", f"{r['speedup']:.2f}", f"{r['ceiling']:.2f}", f"{r['ceiling_fraction']:.0%}"]
+        cells += [f"{r[p + '_ms']:.2f}" for p in PHASES]
+        t.add_row(*cells, style="bold" if r["domain"] == "macro" else None, end_section=r["domain"] == "macro")
+    console.print(t)
+    if temperature == 0:
+        for name, found in parted.items():
+            worst = max(margin for _, margin in found)
+            console.print(f"{name}: {len(found)} answers part from plain decoding; largest top-2 logit margin there {worst:.3g}")
+        if not parted:
+            console.print("every policy gave the ids of plain decoding on every prompt")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--prompts", default=PROMPTS, help="JSONL file (default: prompts.jsonl)")
+    p.add_argument("--quick", action="store_true", help="2 prompts a domain, 64 tokens, one repeat")
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--gamma", type=int, help="longest block (default: the drafter's trained one)")
+    p.add_argument("--threshold", type=float, default=0.4)
+    p.add_argument("--target"), p.add_argument("--drafter"), p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
+    args = p.parse_args()
+    try:
+        sys.exit(run(args))
+    except (ValueError, smollm2.SetupError) as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(args):
+    if args.repeats < 1 or args.max_new_tokens < 2:
+        raise ValueError("--repeats must be at least 1 and --max-new-tokens at least 2")
+    prompts = read_prompts(args.prompts)
+    if args.quick:
+        domains = list(dict.fromkeys(d for d, _ in prompts))
+        prompts = [x for d in domains for x in [y for y in prompts if y[0] == d][:2]][:6]
+        args.repeats, args.max_new_tokens = 1, 64
+    keep_freed_memory()
+    setup = cli.load(args.target, args.drafter, args.device, args.dtype)
+    if setup.drafter is None:
+        raise ValueError("--drafter none: there is nothing to compare with plain decoding")
+    if args.gamma is not None and not 1 <= args.gamma <= setup.drafter.gamma:
+        raise ValueError(f"--gamma {args.gamma}: this drafter was trained for blocks of 1 to {setup.drafter.gamma}")
+    # wide enough for its columns also when piped into a file
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    info = machine(setup)
+    console.print(f"{info['processor']}, {info['threads']} threads, {info['dtype']}, torch {info['torch']}; {len(prompts)} prompts, "
+                  f"up to {args.max_new_tokens} tokens, {args.repeats} repeats, one request at a time")
+    rows = []
+    for temperature in args.temperatures:
+        names = policies(setup, args, temperature)
+        runs, parted = measure(setup, prompts, names, temperature, args)
+        part = summarize(runs, names, temperature, args.repeats)
+        show(console, part, parted, temperature)
+        rows += part
+    print(json.dumps(dict(rows=rows, machine=info)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The command line of dspark.py: read options, stream the answer coloured by origin, account for it.
+
+Output   the answer; then a table: tokens, cycles, tau, acceptance by position, ms per cycle, tokens/s, speed-up over plain
+         decoding of the same prompt, measured in the same run. --json: one line per prompt instead.
+Errors   one line on stderr and exit code 2. Ctrl-C keeps what was produced (exit code 130).
+"""
+import argparse
+import codecs
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import drafter as drafting
+import dspark
+import scheduler
+import smollm2
+from target import keep_freed_memory
+
+STYLES = {"first": "dim", "accepted": "green", "correction": "yellow", "bonus": "cyan"}
+DRAFTER = Path(__file__).parent / "weights" / "dspark.safetensors"
+
+
+def parse(argv):
+    p = argparse.ArgumentParser(prog="dspark.py", description="Decode SmolLM2-135M-Instruct with DSpark speculative decoding.")
+    p.add_argument("--prompt", action="append", help="the user's message; several share one batch; none: read standard input")
+    p.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    p.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all (default)")
+    p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass; 1: all (default)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--max-new-tokens", type=int, default=256)
+    p.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be given several times")
+    p.add_argument("--gamma", type=int, help="draft tokens a cycle (default: the drafter's trained block; 0: plain decoding)")
+    p.add_argument("--policy", choices=["scheduled", "fixed", "threshold", "plain"], default="scheduled",
+                   help="how much to verify: Algorithm 1, the whole block, up to the first doubtful token, nothing")
+    p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
+    p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
+    p.add_argument("--drafter", help="safetensors file (default: weights/dspark.safetensors), or none")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
+    p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
+    p.add_argument("--json", action="store_true", help="one line of JSON per prompt")
+    p.add_argument("--no-compare", action="store_true", help="do not run plain decoding for comparison")
+    p.add_argument("--profile", action="store_true", help="measure the target's SPS table anew")
+    return p.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Setting up
+
+
+@dataclass
+class Setup:
+    target: object
+    drafter: object  # or None
+    encoding: object
+    calibration: dict  # sampling temperature -> STS temperatures (G,)
+
+
+def best_dtype(device: str):
+    """bf16 where products in it are fast: GPUs, and processors that say so. Elsewhere it is emulated and slower than fp32."""
+    if device == "cuda":
+        return torch.bfloat16
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -> Setup:
+    """Target, drafter and its calibration, as dspark.py and bench.py use them. ValueError or SetupError with a remedy."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch sees no GPU here; use --device cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: choose auto, cpu or cuda")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": best_dtype(device)}[dtype]
+    model, encoding = smollm2.load(target, dtype, device, max_len)
+    if drafter == "none":
+        return Setup(model, None, encoding, {})
+    path = Path(drafter or DRAFTER)
+    record = path.with_suffix(".json")
+    known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
+    return Setup(model, drafting.load(path, model), encoding, {float(t): v for t, v in known.items()})
+
+
+def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, again=False):
+    """The policy that a name stands for; None: generate()'s own default, whole blocks."""
+    if name == "plain":
+        return lambda confidence: scheduler.fixed(confidence, 0)
+    if name == "threshold":
+        return lambda confidence: scheduler.threshold(confidence, threshold)
+    if name == "fixed" or not gamma:
+        return None
+    sps = dspark.cached_sps(setup.target, n_requests, gamma, smollm2.cache_dir() / "sps.json", again)
+    # calibrated per sampling temperature: the nearest one that was fitted
+    nearest = min(setup.calibration, key=lambda t: abs(t - temperature), default=None)
+    return dspark.scheduled(sps, setup.calibration.get(nearest))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Showing
+
+
+class Streamer:
+    """Prints tokens as they are delivered, each in the colour of its origin. A character may take several tokens."""
+
+    def __init__(self, console, encoding, trace):
+        self.console, self.encoding, self.trace, self.n = console, encoding, trace, 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, request, cycle):
+        result = request.result
+        if self.trace:
+            self.console.print(self.line(cycle, result), soft_wrap=True, highlight=False)
+            return
+        # a stop string may still be completed: hold back what could be its beginning
+        hold = max((len(s) for s in request.sampling.stop), default=0) if not result.finish else 0
+        for token, origin in list(zip(result.ids, result.origins))[self.n : max(self.n, len(result.ids) - hold)]:
+            self.n += 1
+            if token != request.sampling.eos:
+                text = self.decoder.decode(self.encoding.decode_bytes([token]))
+                self.console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
+
+    def line(self, cycle, result):
+        show = lambda t: repr(self.encoding.decode([t]))  # noqa: E731
+        if cycle is None:
+            return Text(f"prefill draws {show(result.ids[0])}", "dim")
+        text = Text(f"{result.cycles:3d} {show(cycle.anchor)} ->")
+        survival = 1.0
+        for k, (token, c) in enumerate(zip(cycle.draft, cycle.confidence)):
+            survival *= c
+            if k == cycle.verify_len:
+                text.append(" |", "bold")  # the scheduler cut here
+            style = "green" if k < cycle.n_accepted else "red strike" if k < cycle.verify_len else "dim"
+            text.append(" ").append(show(token), style).append(f" c={c:.2f} a={survival:.2f}", "dim")
+        kind = "bonus" if cycle.n_accepted == cycle.verify_len else "correction"
+        return text.append(f"  accepted {cycle.n_accepted}/{cycle.verify_len}, {kind} ").append(show(cycle.next_token), STYLES[kind])
+
+
+def tokens_per_s(results):
+    """Delivered tokens per second of decoding; prefill and the token it draws are left out, for every policy alike."""
+    ledger = results[0].ledger
+    seconds = sum(v for k, v in ledger.items() if k != "prefill")
+    return sum(len(r.ids) - 1 for r in results) / seconds if seconds else 0.0
+
+
+def first_difference(target, prompt, ids, plain):
+    """None if equal, else (index, margin): where the ids part, and the target's top-2 logit margin there.
+
+    In fp32 they must not part. In bf16 rows of one and of several tokens go through different matrix code; where the margin
+    is within its rounding, the argmax may flip, after which the texts differ.
+    """
+    at = next((i for i, (a, b) in enumerate(zip(ids, plain)) if a != b), None)
+    if at is None:
+        return None
+    tokens = torch.tensor(prompt + plain[:at], device=target.device)
+    slots, places = torch.zeros_like(tokens), torch.arange(len(tokens), device=tokens.device)
+    logits, _ = target(tokens, slots, places, target.new_cache(1, len(tokens)), logit_rows=[-1])
+    top = logits[0].topk(2).values
+    return at, (top[0] - top[1]).item()
+
+
+def table(results, plain, difference):
+    """The account of a run, from its own counts."""
+    ledger, cycles = results[0].ledger, max(r.cycles for r in results)
+    total_cycles, tokens = sum(r.cycles for r in results), sum(len(r.ids) for r in results)
+    t = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    t.add_row("tokens", f"{tokens} in {total_cycles} cycles, finish: {', '.join(r.finish for r in results)}")
+    if total_cycles:
+        tau = sum(len(r.ids) - 1 for r in results) / total_cycles
+        t.add_row("tau", f"{tau:.2f} tokens a cycle, correction or bonus included")
+        accepted = [sum(r.accepted_at[k] for r in results) for k in range(len(results[0].accepted_at))]
+        verified = [sum(r.verified_at[k] for r in results) for k in range(len(accepted))]
+        if accepted:
+            t.add_row("accepted", "  ".join(f"{a / total_cycles:.2f}" for a in accepted) + "  of all cycles, by position")
+            t.add_row("verified", "  ".join(f"{v / total_cycles:.2f}" for v in verified) + "  of all cycles, by position")
+        parts = "  ".join(f"{k} {v / cycles * 1e3:.1f}" for k, v in ledger.items() if k != "prefill")
+        t.add_row("ms a cycle", f"{parts}  (prefill, once: {ledger['prefill'] * 1e3:.0f})")
+        t.add_row("tokens/s", f"{tokens_per_s(results):.1f}")
+    if plain:
+        t.add_row("plain", f"{tokens_per_s(plain):.1f} tokens/s  ->  speed-up {tokens_per_s(results) / tokens_per_s(plain):.2f}x")
+        if difference is not None:
+            same = "the same tokens as plain decoding" if not difference else "; ".join(
+                f"parts from plain decoding at token {at}, top-2 logit margin there {margin:.3g}" for at, margin in difference)
+            t.add_row("check", same)
+    return t
+
+
+def main(argv=None):
+    args = parse(argv)
+    try:
+        sys.exit(run(args))
+    except (ValueError, smollm2.SetupError) as error:
+        print(f"dspark.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader went away: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(args):
+    prompts = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read()])
+    if not prompts or not all(p.strip() for p in prompts):
+        raise ValueError('an empty prompt: use --prompt "your question", or pipe it in')
+    if not 0 <= args.threshold <= 1:
+        raise ValueError(f"--threshold {args.threshold}: must be in [0, 1]")
+    keep_freed_memory()
+    setup = load(args.target, "none" if args.policy == "plain" else args.drafter, args.device, args.dtype)
+    target, drafter, encoding = setup.target, setup.drafter, setup.encoding
+    ids = [smollm2.chat(encoding, p) for p in prompts]
+    sampling = [dspark.Sampling(args.temperature, args.top_k, args.top_p, args.seed + i, args.max_new_tokens, tuple(args.stop))
+                for i in range(len(ids))]
+    dspark.check(target, drafter, ids, sampling, args.gamma, encoding)
+    gamma = 0 if drafter is None else drafter.gamma if args.gamma is None else args.gamma
+    policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile)
+    warm = dspark.Sampling(max_new_tokens=12)  # first calls of every shape build kernels: not part of any figure
+    dspark.generate(target, drafter, ids, sampling=warm, gamma=args.gamma)
+
+    console = Console(highlight=False)
+    alone = len(ids) == 1 and not args.json
+    streamer = Streamer(console, encoding, args.trace) if alone else None
+    results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=args.gamma, policy=policy, encoding=encoding,
+                              on_cycle=streamer)
+    stopped = any(r.finish == "cancelled" for r in results)
+    if not args.json:
+        for prompt, r in zip(prompts, results) if not alone or args.trace else ():
+            console.print(Text(f"\n> {prompt}" if len(ids) > 1 else ""), Text(r.text), sep="\n", soft_wrap=True)
+        console.print("\n")
+    plain, difference = None, None
+    if gamma and not args.no_compare and not stopped:
+        dspark.generate(target, None, ids, sampling=warm)
+        plain = dspark.generate(target, None, ids, sampling=sampling, encoding=encoding)
+        stopped = any(r.finish == "cancelled" for r in plain)
+        if args.temperature == 0 and not stopped:
+            found = [first_difference(target, i, r.ids, p.ids) for i, r, p in zip(ids, results, plain)]
+            difference = [d for d in found if d is not None]
+    if args.json:
+        for i, r in enumerate(results):
+            same = None if difference is None else r.ids == plain[i].ids
+            print(json.dumps(dict(text=r.text, ids=r.ids, tau=r.tau, cycles=r.cycles, tokens_per_s=tokens_per_s(results),
+                                  plain_tokens_per_s=tokens_per_s(plain) if plain else None, identical_to_plain=same,
+                                  finish=r.finish, ledger_ms={k: v * 1e3 for k, v in r.ledger.items()})))
+    else:
+        if streamer and not args.trace:
+            legend = Text("colours: ").append("accepted draft ", "green").append("correction ", "yellow").append("bonus", "cyan")
+            console.print(legend)
+        console.print(table(results, None if stopped else plain, difference))
+    return 130 if stopped else 0

@@ -1,0 +1,379 @@
+"""DSpark: confidence-scheduled speculative decoding, the engine and the command line (arXiv 2607.05147, Fig. 1, Eq. 1).
+
+    python dspark.py --prompt "Why is the sky blue?"         stream an answer, then what it cost and what it saved
+    python dspark.py --prompt "..." --trace                  one line a cycle: draft, confidence, cut, verdict
+
+Glossary, used in every file
+  anchor         x_0: the newest token. It is committed, but the target has not run on it yet
+  draft tokens   x_1 .. x_G, proposed by the drafter in one go
+  confidence     c_k: chance that x_k is accepted if all before it were. survival a_k = c_1 c_2 .. c_k
+  verify length  l: how many draft tokens the scheduler sends to the target, 0 (plain decoding) to G
+  accepted       draft tokens that passed the test of verify.py
+  correction     the target's token in place of the first rejected draft token
+  bonus          the target's token after a block that passed whole
+  committed      part of the output for good
+  tau            tokens gained per cycle, the target's own token (correction or bonus) included
+Latency per token is (T_draft + T_verify) / tau (Eq. 1): everything here either shortens a cycle or lengthens its harvest.
+
+State    per request: its tokens. Both caches hold exactly the tokens before the anchor, so cached = len(tokens) - 1: asserted
+         every cycle, restored by moving a length. Whatever a rejected draft wrote lies beyond it and is never seen.
+Letters  R requests, G draft positions, N = sum(1 + l) packed rows, V vocabulary.
+"""
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import scheduler
+from smollm2 import EOS
+from verify import logits_to_probs, sample, verify_tokens
+
+PREFILL_ROWS = 512  # a long prompt goes through the target in pieces of this many rows
+
+
+@dataclass
+class Sampling:
+    """How one request wants its tokens drawn, and where it wants to end."""
+
+    temperature: float = 0.0
+    top_k: int = 0          # 0: off
+    top_p: float = 1.0      # 1: off
+    seed: int = 0           # of this request's own random stream: neighbours in the batch cannot move it
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    eos: int = EOS
+
+
+@dataclass
+class Result:
+    """One request's answer and its account. Counts are of delivered tokens only."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    origins: list[str] = field(default_factory=list)  # per id: first (drawn at prefill), accepted, correction, bonus
+    finish: str = ""                                  # eos, stop, length, cancelled
+    cycles: int = 0
+    verified_at: list[int] = field(default_factory=list)  # position k -> cycles in which x_k was verified
+    accepted_at: list[int] = field(default_factory=list)  # position k -> cycles in which x_k was accepted and delivered
+    ledger: dict[str, float] = field(default_factory=dict)  # seconds: prefill, draft, schedule, verify, commit (the batch's)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per cycle, bonus and correction included; the token drawn at prefill belongs to no cycle."""
+        return (len(self.ids) - 1) / self.cycles if self.cycles else 0.0
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    sampling: Sampling
+    slot: int
+    random: torch.Generator
+    result: Result
+
+    @property
+    def tokens(self):
+        return self.prompt + self.result.ids
+
+    @property
+    def room(self):
+        return self.sampling.max_new_tokens - len(self.result.ids)
+
+
+@dataclass
+class Cycle:
+    """What happened to one request in one cycle, for --trace and for tests."""
+
+    anchor: int
+    draft: list[int]
+    confidence: list[float]
+    verify_len: int
+    n_accepted: int
+    next_token: int
+    delivered: list[int]
+    origins: list[str]
+
+
+class Engine:
+    """Requests, two caches and one cycle. drafter=None is plain decoding: a block of no draft tokens through the same code."""
+
+    def __init__(self, target, drafter, requests, max_len, gamma=None, policy=None, encoding=None, on_cycle=None):
+        self.target, self.drafter, self.encoding, self.on_cycle = target, drafter, encoding, on_cycle
+        self.gamma = 0 if drafter is None else drafter.gamma if gamma is None else gamma
+        self.policy = policy or (lambda confidence: scheduler.fixed(confidence, self.gamma))
+        self.active = list(requests)
+        self.cache = target.new_cache(len(requests), max_len)
+        self.draft_cache = drafter.new_cache(len(requests), max_len) if drafter else None
+        self.cached = [0] * len(requests)  # per slot, in both caches
+        self.ledger = dict(prefill=0.0, draft=0.0, schedule=0.0, verify=0.0, commit=0.0)
+
+    # ----- one cycle ----------------------------------------------------------------------------------------------------
+
+    def step(self):
+        """Draft, schedule, verify, commit: one cycle of every active request."""
+        assert all(self.cached[r.slot] == len(r.tokens) - 1 for r in self.active), "caches hold all but the anchor"
+        clock = [time.perf_counter()]
+        draft, u_verify = self.draft()
+        clock.append(time.perf_counter())
+        verify_len = self.schedule(draft)
+        clock.append(time.perf_counter())
+        verdict, features = self.verify(draft, verify_len, u_verify)
+        clock.append(time.perf_counter())
+        self.commit(draft, verify_len, verdict, features)
+        clock.append(time.perf_counter())
+        for name, seconds in zip(("draft", "schedule", "verify", "commit"), np.diff(clock)):
+            self.ledger[name] += seconds
+
+    def draft(self):
+        """G draft tokens for every request, and the uniforms that will judge them: drawn apart, from independent streams."""
+        R, G = len(self.active), self.gamma
+        u = torch.stack([torch.rand(2 * G + 1, generator=r.random, dtype=torch.float64) for r in self.active])
+        u = u.to(self.target.device)
+        if G == 0:
+            return None, u
+        anchors, slots, positions = self.rows([[r.tokens[-1]] for r in self.active])
+        draft = self.drafter.propose(anchors, slots, positions, self.draft_cache, G, u[:, :G], *self.settings([1] * R))
+        return draft, u[:, G:]
+
+    def schedule(self, draft):
+        """Verify lengths (R,) from the confidences alone, and never more than a request may still deliver."""
+        if draft is None:
+            return [0] * len(self.active)
+        room = np.array([r.room - 1 for r in self.active])  # the target's own token takes one place
+        return np.minimum(self.policy(draft.confidence), room).tolist()
+
+    def verify(self, draft, verify_len, u):
+        """Run the target on anchor and scheduled draft tokens of all requests, N = sum(1 + l) rows, and judge them."""
+        tokens = [[] for _ in self.active] if draft is None else draft.tokens.tolist()
+        counts = [1 + l for l in verify_len]
+        rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, tokens, verify_len)])
+        logits, features = self.target(*rows, self.cache, self.drafter.feature_layers if self.drafter else ())
+        p_target = logits_to_probs(logits, *self.settings(counts))  # (N, V)
+        device, R = p_target.device, len(self.active)
+        if draft is None:  # a block of length 0
+            p_draft, tokens, ids = p_target.new_zeros(R, 0, p_target.shape[1]), u.new_zeros(R, 0, dtype=torch.long), None
+        else:
+            p_draft, tokens, ids = draft.p_draft, draft.tokens, draft.draft_ids
+        return verify_tokens(p_target, p_draft, tokens, torch.tensor(verify_len, device=device), u, ids), features
+
+    def commit(self, draft, verify_len, verdict, features):
+        """Append what was won, extend the drafter's context by it, and let go of finished requests."""
+        n_accepted, next_token = verdict.n_accepted.tolist(), verdict.next_token.tolist()
+        tokens = [[] for _ in self.active] if draft is None else draft.tokens.tolist()
+        keep, first = [], 0  # rows of the target pass that are now committed: the anchor and the accepted tokens
+        for l, n in zip(verify_len, n_accepted):
+            keep += range(first, first + 1 + n)
+            first += 1 + l
+        if self.drafter:
+            committed = self.rows([[r.tokens[-1], *x[:n]] for r, x, n in zip(self.active, tokens, n_accepted)])
+            features = features if len(keep) == len(features) else features[keep]
+            self.drafter.extend(features, *committed[1:], self.draft_cache)
+        for i, r in enumerate(list(self.active)):
+            self.cached[r.slot] += 1 + n_accepted[i]
+            new = tokens[i][: n_accepted[i]] + [next_token[i]]
+            own = "bonus" if n_accepted[i] == verify_len[i] else "correction"
+            anchor = r.tokens[-1]
+            delivered = self.deliver(r, new, ["accepted"] * n_accepted[i] + [own])
+            res = r.result
+            res.cycles += 1
+            for k in range(verify_len[i]):
+                res.verified_at[k] += 1
+                res.accepted_at[k] += k < min(n_accepted[i], delivered)
+            if self.on_cycle:
+                confidence = [] if draft is None else draft.confidence[i].tolist()
+                self.on_cycle(r, Cycle(anchor, tokens[i], confidence, verify_len[i], n_accepted[i], next_token[i],
+                                       res.ids[len(res.ids) - delivered :], res.origins[len(res.ids) - delivered :]))
+            if res.finish:
+                self.active.remove(r)
+
+    # ----- beginning and end of a request -------------------------------------------------------------------------------
+
+    def prefill(self, request):
+        """Run the prompt through the target in pieces, fill the drafter's context, draw the first token."""
+        begin, prompt = time.perf_counter(), request.prompt
+        layers = self.drafter.feature_layers if self.drafter else ()
+        for i in range(0, len(prompt), PREFILL_ROWS):
+            piece = torch.tensor(prompt[i : i + PREFILL_ROWS], device=self.target.device)
+            places = torch.arange(i, i + len(piece), device=piece.device)
+            slots = torch.full_like(piece, request.slot)
+            logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])
+            if self.drafter:
+                self.drafter.extend(features, slots, places, self.draft_cache)
+        self.cached[request.slot] = len(prompt)
+        s = request.sampling
+        u = torch.rand(1, generator=request.random, dtype=torch.float64).to(logits.device)
+        first = sample(logits_to_probs(logits, s.temperature, s.top_k, s.top_p), u).tolist()
+        self.deliver(request, first, ["first"])  # it may already be the end
+        if request.result.finish:
+            self.active.remove(request)
+        if self.on_cycle:
+            self.on_cycle(request, None)
+        self.ledger["prefill"] += time.perf_counter() - begin
+
+    def deliver(self, request, tokens, origins):
+        """Append tokens up to the request's end, wherever in the block that falls; returns how many were delivered."""
+        result, s = request.result, request.sampling
+        before = len(result.ids)
+        for token, origin in zip(tokens, origins):
+            result.ids.append(token)
+            result.origins.append(origin)
+            if token == s.eos:
+                result.finish = "eos"
+            elif s.stop and (cut := self.find_stop(result.ids, s.stop)) is not None:
+                result.finish = "stop"
+                # ids end with the token in which the stop string begins, or before it if nothing of it is wanted
+                keep = len(result.ids)
+                while keep and len(self.encoding.decode_bytes(result.ids[: keep - 1])) >= cut:
+                    keep -= 1
+                del result.ids[keep:], result.origins[keep:]
+                result.text = self.encoding.decode_bytes(result.ids)[:cut].decode("utf-8", "replace")
+            elif len(result.ids) == s.max_new_tokens:
+                result.finish = "length"
+            if result.finish:
+                break
+        if self.encoding and result.finish and result.finish != "stop":
+            result.text = self.encoding.decode([t for t in result.ids if t != s.eos])
+        return max(0, len(result.ids) - before)
+
+    def find_stop(self, ids, stop):
+        """Byte offset at which the earliest stop string begins in the text of ids, or None. It may span cycles."""
+        text = self.encoding.decode_bytes(ids)
+        found = [at for at in (text.find(s.encode()) for s in stop) if at >= 0]
+        return min(found) if found else None
+
+    # ----- packing ------------------------------------------------------------------------------------------------------
+
+    def rows(self, per_request):
+        """Token lists, one per active request, that start at its anchor -> packed (tokens, slots, positions), each (N,)."""
+        tokens, slots, positions = [], [], []
+        for r, row in zip(self.active, per_request):
+            tokens += row
+            slots += [r.slot] * len(row)
+            positions += range(self.cached[r.slot], self.cached[r.slot] + len(row))
+        return tuple(torch.tensor([tokens, slots, positions], device=self.target.device))
+
+    def settings(self, counts):
+        """temperature, top_k, top_p of every request, repeated counts[r] times: three numbers if all agree, else tensors."""
+        wanted = [(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in self.active]
+        if len(set(wanted)) == 1:
+            return wanted[0]
+        counts = torch.tensor(counts, device=self.target.device)
+        return tuple(torch.tensor(x, device=self.target.device).repeat_interleave(counts) for x in zip(*wanted))
+
+
+def generate(target, drafter, prompts, *, sampling=None, gamma=None, policy=None, encoding=None, on_cycle=None) -> list[Result]:
+    """Answer prompts (lists of token ids) together, in one batch.
+
+    drafter    None: plain decoding.      gamma   draft tokens a cycle (default: the drafter's trained block; 0: none).
+    sampling   one Sampling for all, or one per prompt.      encoding   a tiktoken.Encoding, for text and stop strings.
+    policy     confidence (R, G) -> verify lengths (R,), scheduler.py; default: verify whole blocks. Algorithm 1 lets the load
+               decide, so at temperature > 0 the draws, though not their law, then depend on who shares the batch.
+    on_cycle   called as on_cycle(request, Cycle), and with None after its prefill. KeyboardInterrupt ends the run: what was
+               produced is returned, with finish "cancelled".
+    Raises ValueError for what cannot be run.
+    """
+    sampling = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, (list, tuple)) else list(sampling)
+    check(target, drafter, prompts, sampling, gamma, encoding)
+    G = 0 if drafter is None else drafter.gamma if gamma is None else gamma
+    requests = [
+        Request(list(prompt), s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G, accepted_at=[0] * G))
+        for slot, (prompt, s) in enumerate(zip(prompts, sampling))
+    ]
+    max_len = max((len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), default=1)
+    engine = Engine(target, drafter if G else None, requests, max_len, G, policy, encoding, on_cycle)
+    try:
+        for request in requests:
+            engine.prefill(request)
+        while engine.active:
+            engine.step()
+    except KeyboardInterrupt:
+        for request in requests:
+            if not request.result.finish:
+                request.result.finish = "cancelled"
+                request.result.text = encoding.decode(request.result.ids) if encoding else ""
+    for request in requests:
+        request.result.ledger = dict(engine.ledger)
+    return [request.result for request in requests]
+
+
+def check(target, drafter, prompts, sampling, gamma, encoding):
+    """One line per thing that cannot be run, before anything runs."""
+    V, context = target.config.vocab_size, target.config.max_len
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(sampling)} samplings: give one for all, or one each")
+    if drafter is None and gamma:
+        raise ValueError(f"gamma {gamma} needs a drafter")
+    if drafter is not None and gamma is not None and not 0 <= gamma <= drafter.gamma:
+        raise ValueError(f"gamma {gamma}: this drafter was trained for blocks of up to {drafter.gamma}; choose 0 to {drafter.gamma}")
+    for prompt, s in zip(prompts, sampling):
+        if not prompt:
+            raise ValueError("an empty prompt: give at least one token")
+        if not all(0 <= t < V for t in prompt):
+            raise ValueError(f"a prompt holds ids outside 0..{V - 1}: was it made by another tokenizer?")
+        if s.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {s.max_new_tokens}: must be at least 1")
+        if len(prompt) + s.max_new_tokens > context:
+            raise ValueError(f"prompt of {len(prompt)} tokens and {s.max_new_tokens} new ones exceed the context of {context}: "
+                             "shorten one of them, or load the target with a larger max_len")
+        if not (s.temperature >= 0 and np.isfinite(s.temperature)):
+            raise ValueError(f"temperature {s.temperature}: must be 0 (greedy) or a positive number")
+        if s.top_k < 0 or not 0 < s.top_p <= 1:
+            raise ValueError(f"top_k {s.top_k}, top_p {s.top_p}: top_k must be 0 (off) or positive, top_p in (0, 1]")
+        if s.stop and encoding is None:
+            raise ValueError("stop strings need an encoding")
+        if any(not text for text in s.stop):
+            raise ValueError("an empty stop string would end every answer at once: leave it out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scheduled policy, as the command line and the benchmark use it
+
+
+@torch.inference_mode()
+def measure_sps(target, n_requests, gamma, context=256):
+    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2)."""
+    context = min(context, target.config.max_len - gamma - 1)
+    cache = target.new_cache(n_requests, context + gamma + 1)
+
+    def step(n):
+        slots = torch.arange(n, device=target.device) % n_requests
+        slots, order = slots.sort(stable=True)
+        target(torch.ones_like(slots), slots, context + order // n_requests, cache)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return scheduler.profile_sps(step, n_requests * (1 + gamma))
+
+
+def cached_sps(target, n_requests, gamma, path: Path, again=False):
+    """measure_sps, kept in a JSON file by what it depends on: model, dtype, device, threads, requests, block."""
+    c = target.config
+    key = f"{c.n_layers}x{c.d_model} {target.dtype} {target.device} threads {torch.get_num_threads()} R {n_requests} G {gamma}"
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or not ours: measure
+        known = {}
+    if again or key not in known:
+        known[key] = [0.0, *measure_sps(target, n_requests, gamma)[1:].tolist()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known))
+    return np.array(known[key])
+
+
+def scheduled(sps, temperatures=None):
+    """Algorithm 1 on calibrated confidences, as a policy for generate()."""
+
+    def policy(confidence):
+        calibrated = confidence if temperatures is None else scheduler.apply_sts(confidence, temperatures)
+        return scheduler.schedule(calibrated, sps)
+
+    return policy
+
+
+if __name__ == "__main__":
+    from cli import main
+
+    main()
