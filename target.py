@@ -149,6 +149,8 @@ class Rows:
     def __init__(self, slots, positions, dtype, sees=None):
         self.slots, self.positions = slots, positions
         slot_list, position_list = slots.tolist(), positions.tolist()
+        assert slot_list == sorted(slot_list), "rows must be sorted by slot"  # else the grid would mix requests, silently
+        assert slot_list[0] >= 0 and min(position_list) >= 0, "negative slot or position"
         sees_list = position_list if sees is None else sees.tolist()
         self.lo, self.hi, self.length = slot_list[0], slot_list[-1] + 1, max(sees_list) + 1
         counts = [0] * (self.hi - self.lo)

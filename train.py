@@ -5,9 +5,7 @@
     python train.py calibrate    Sequential Temperature Scaling per sampling temperature, on held-out dialogues
 
 Each resumes after an interruption, shows its progress, and leaves a record beside the weights (weights/NAME.json).
-Data     shard files of numpy arrays: ids uint16 (all dialogues end to end), starts int64 (n + 1), answer int32 (index within
-         the dialogue of the first answer token), temperature float32 (at which the answer was drawn).
-Held out every 50th dialogue, by its place in the data: never trained on, used for the reported tau and for calibration.
+The dialogues and the split into training and held out are corpus.py's.
 Letters  B dialogues, L their padded length, A anchors each, G block length, M valid label rows, D width, K draft vocabulary.
 """
 import argparse
@@ -20,201 +18,39 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import corpus
 import drafter as drafting
+import dspark
 import scheduler
 import smollm2
 from drafter import DrafterConfig
-
-HELD_OUT = 50  # every 50th dialogue
-
-# ---------------------------------------------------------------------------------------------------------------------
-# generate
-
-# The model writes its questions itself, after its own user header. Openings steer it towards the domains that people use
-# speculative decoding for; an empty opening lets it ask what it likes.
-OPENINGS = {
-    "math": ["A store sells", "If a train travels", "What is the sum of", "Solve for x", "How many", "Calculate the", "Tom has",
-             "Sarah bought", "A rectangle has", "What is the probability", "Find the", "A farmer", "Explain how to solve",
-             "What is the value of", "There are", "Convert", "John earns", "The price of a", "What percent of", "Simplify"],
-    "code": ["Write a Python function", "Write a function that", "How do I", "Implement a", "Write a Python program to",
-             "Explain what this code does:", "Write a SQL query", "Create a class", "Fix the bug in", "Write a script that",
-             "Write a JavaScript function", "How can I sort", "Write code to", "What does the", "Given a list of",
-             "Write a program that reads", "Define a Python class", "In Python, how do you", "Write a recursive function",
-             "Write a unit test for"],
-    "chat": ["", "", "", "", "Why", "What is", "How does", "Can you", "Tell me about", "Write a short story", "Give me tips",
-             "Explain", "What are the benefits of", "Describe", "Who was", "Write an email", "Summarize", "I am planning",
-             "What should I", "Compare", "Write a poem", "List", "How can I", "Please help me", "What is the difference between",
-             "Suggest", "Recommend", "I have a"],
-}
-# Answers at the temperatures that people decode with; half greedy or nearly, since there the drafter has most to win.
-TEMPERATURES, SHARES = (0.0, 0.3, 0.7, 1.0), (0.35, 0.15, 0.2, 0.3)
-
-
-
-def sample_rows(logits, temperature, generator):
-    """logits (S, V), temperature (S,) -> ids (S,). Inverse CDF; a row at temperature 0 takes its argmax."""
-    ids = logits.argmax(-1)
-    hot = (temperature > 0).nonzero()[:, 0]
-    if len(hot):
-        cdf = torch.softmax(logits[hot] / temperature[hot, None], dim=-1).cumsum(-1)
-        u = torch.rand(len(hot), 1, generator=generator) * cdf[:, -1:]
-        ids[hot] = torch.searchsorted(cdf, u, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return ids
-
-
-@torch.inference_mode()
-def generate_shard(target, encoding, n_sequences, slots, max_question, max_answer, seed):
-    """Let the target write n_sequences dialogues; yields each finished one as (ids, answer start, answer temperature).
-
-    Every slot holds one dialogue and moves one token a step: a forced token (opening, assistant header) or a sampled one.
-    The system prompt is the same for all: its keys and values are computed once and copied into a slot that starts anew.
-    """
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    dialogue = smollm2.chat(encoding, "")  # <system turn> <user header> <|im_end|> \n <assistant header>
-    cut = len(dialogue) - 1 - dialogue[::-1].index(smollm2.EOS)
-    prefix, header = dialogue[:cut], dialogue[cut:]
-    max_len = len(prefix) + max_question + len(header) + max_answer + 8
-    cache = target.new_cache(slots, max_len)
-    P = len(prefix) - 1  # the last prefix token is the first to be fed
-    target(*(torch.tensor(x) for x in (prefix[:P], [0] * P, range(P))), cache, logit_rows=[0])
-    system = [(k[0, :P].clone(), v[0, :P].clone()) for k, v in zip(cache.k, cache.v)]
-    dialogues, forced, answer, temperature = [None] * slots, [[] for _ in range(slots)], [0] * slots, torch.ones(slots)
-    goal_temperature, started = [0.0] * slots, 0
-
-    def start(s):
-        nonlocal started
-        for (k, v), ck, cv in zip(system, cache.k, cache.v):
-            ck[s, :P], cv[s, :P] = k, v
-        domain = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
-        opening = domain[rng.integers(len(domain))]
-        dialogues[s], forced[s], answer[s] = list(prefix), smollm2.encode(encoding, opening), 0
-        temperature[s], goal_temperature[s] = 0.8, float(rng.choice(TEMPERATURES, p=SHARES))
-        started += 1
-
-    for s in range(slots):
-        start(s)
-    live = list(range(slots))
-    while live:
-        newest = torch.tensor([dialogues[s][-1] for s in live])
-        place = torch.tensor([len(dialogues[s]) - 1 for s in live])
-        logits, _ = target(newest, torch.tensor(live), place, cache)
-        ids = sample_rows(logits, temperature[live], generator).tolist()
-        for s, token in zip(list(live), ids):
-            token = forced[s].pop(0) if forced[s] else token
-            dialogues[s].append(token)
-            if forced[s]:
-                continue
-            if not answer[s]:
-                if token == smollm2.EOS or len(dialogues[s]) - len(prefix) >= max_question:  # the question is asked
-                    forced[s] = header[token == smollm2.EOS :]
-                    answer[s] = len(dialogues[s]) + len(forced[s])
-                    temperature[s] = goal_temperature[s]
-            elif len(dialogues[s]) > answer[s] and (token == smollm2.EOS or len(dialogues[s]) - answer[s] >= max_answer):
-                yield dialogues[s], answer[s], goal_temperature[s]
-                if started < n_sequences:
-                    start(s)
-                else:
-                    live.remove(s)
-
-
-def generate(args):
-    """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
-    args.data.mkdir(parents=True, exist_ok=True)
-    n_shards, begin, done_tokens = -(-args.sequences // args.shard), time.time(), 0
-    for number in range(n_shards):
-        path = args.data / f"shard-{args.seed}-{number:04d}.npz"
-        if path.exists():
-            continue
-        ids, starts, answers, temperatures = [], [0], [], []
-        for dialogue, answer, t in generate_shard(target, encoding, args.shard, args.slots, args.max_question, args.max_answer,
-                                                  seed=args.seed * 10000 + number):
-            ids += dialogue
-            starts.append(len(ids)), answers.append(answer), temperatures.append(t)
-            done_tokens += len(dialogue) - answer
-            rate = done_tokens / (time.time() - begin)
-            print(f"\rshard {number + 1}/{n_shards}: {len(answers)}/{args.shard} dialogues, {done_tokens} answer tokens, {rate:.0f}/s ", end="", file=sys.stderr)
-        part = path.with_suffix(".part.npz")
-        np.savez_compressed(part, ids=np.array(ids, np.uint16), starts=np.array(starts), answer=np.array(answers, np.int32),
-                            temperature=np.array(temperatures, np.float32))
-        part.rename(path)  # whole or not at all
-
+from target import keep_freed_memory
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data and features
-
-
-def read_data(folder: Path):
-    """All shards as a list of (ids int64 (L,), answer start, temperature), split into (training, held out)."""
-    dialogues = []
-    for path in sorted(folder.glob("*.npz")):
-        shard = np.load(path)
-        ids, starts = shard["ids"].astype(np.int64), shard["starts"]
-        dialogues += [(torch.from_numpy(ids[starts[i] : starts[i + 1]]), int(a), float(t))
-                      for i, (a, t) in enumerate(zip(shard["answer"], shard["temperature"]))]
-    if not dialogues:
-        raise smollm2.SetupError(f"no data in {folder}: run 'python train.py generate' first")
-    held_out = dialogues[::HELD_OUT]
-    return [d for i, d in enumerate(dialogues) if i % HELD_OUT], held_out
-
-
-class Features:
-    """What the target says about a dialogue, computed once and kept: the drafter's inputs and labels.
-
-    Per token: hidden states of the feature layers (m * D), the last normed hidden state (D) and the log of its softmax's
-    normaliser. With these, p_target of any token of any position costs one dot product, not a pass through the model:
-    Sec. 5.1's "send hidden states, apply the head at sampled positions only". 4.6 kB a token in bf16.
-    """
-
-    def __init__(self, target, feature_layers, keep_gb):
-        self.target, self.layers, self.kept, self.room = target, feature_layers, {}, keep_gb * 1e9
-
-    @torch.inference_mode()
-    def get(self, keys, dialogues):
-        """-> one (features (L, m * D), last (L, D), log normaliser (L,)) per dialogue."""
-        missing = [(k, d[0]) for k, d in zip(keys, dialogues) if k not in self.kept]
-        fresh = {}
-        if missing:
-            lengths = [len(ids) for _, ids in missing]
-            slots = torch.repeat_interleave(torch.arange(len(missing)), torch.tensor(lengths))
-            places = torch.cat([torch.arange(n) for n in lengths])
-            cache = self.target.new_cache(len(missing), max(lengths))
-            last, features = self.target.hidden(torch.cat([ids for _, ids in missing]), slots, places, cache, self.layers)
-            norm = torch.cat([self.target.head(part).float().logsumexp(-1) for part in last.split(256)])
-            fresh = dict(zip([k for k, _ in missing], zip(features.split(lengths), last.split(lengths), norm.split(lengths))))
-        out = [self.kept.get(k) or fresh[k] for k in keys]
-        for k, tensors in fresh.items():
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            if size <= self.room:
-                self.kept[k], self.room = tuple(t.clone() for t in tensors), self.room - size
-        return out
+# fit
 
 
 def make_batch(dialogues, features, n_anchors, G, rng):
-    """Pad dialogues to (B, L), choose A anchors in each answer and mark the labels that exist.
+    """Pad B dialogues and their features to length L, choose A anchors in each answer and mark the labels that exist.
 
     Slot k of anchor a predicts token a + k, whose target distribution stands at row a + k - 1. Labels past the end of a
     dialogue are masked: always a suffix of the block. Anchors start at the answer's first token, as in decoding.
     """
-    B, L = len(dialogues), max(len(d[0]) for d in dialogues)
+    B, L = len(dialogues), max(len(d.ids) for d in dialogues)
     tokens, anchors = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, n_anchors, dtype=torch.long)
     stacked = torch.zeros(B, L, features[0][0].shape[1], dtype=features[0][0].dtype)
     valid = torch.zeros(B, n_anchors, G, dtype=torch.bool)
-    for b, ((ids, answer, _), (f, _, _)) in enumerate(zip(dialogues, features)):
-        tokens[b, : len(ids)], stacked[b, : len(ids)] = ids, f
-        room = np.arange(answer, len(ids) - 1)
+    for b, (d, (f, _, _)) in enumerate(zip(dialogues, features)):
+        tokens[b, : len(d.ids)], stacked[b, : len(d.ids)] = d.ids, f
+        room = np.arange(d.answer, len(d.ids) - 1)
         chosen = torch.from_numpy(np.sort(rng.permutation(room)[:n_anchors]))
         anchors[b, : len(chosen)] = chosen
-        valid[b, : len(chosen)] = chosen[:, None] + torch.arange(1, G + 1) < len(ids)
+        valid[b, : len(chosen)] = chosen[:, None] + torch.arange(1, G + 1) < len(d.ids)
     b, a, k = valid.nonzero(as_tuple=True)  # (M,) each
     row = anchors[b, a] + k
     last = torch.nn.utils.rnn.pad_sequence([f[1] for f in features], batch_first=True)[b, row]
     normaliser = torch.nn.utils.rnn.pad_sequence([f[2] for f in features], batch_first=True)[b, row]
     return tokens, stacked, anchors, valid, dict(k=k, label=tokens[b, row + 1], last=last, normaliser=normaliser)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# fit
 
 
 class DraftLoss(torch.autograd.Function):
@@ -298,11 +134,11 @@ def evaluate(drafter, features, dialogues, decay):
     rng, at_one, greedy, conf_error = np.random.default_rng(0), [], [], []
     for i in range(0, len(dialogues), 8):
         part = dialogues[i : i + 8]
-        batch = make_batch(part, features.get([("held out", i + j) for j in range(len(part))], part), 32, drafter.gamma, rng)
+        batch = make_batch(part, [features.get(d) for d in part], 32, drafter.gamma, rng)
         _, accept, agree, confidence = losses(drafter, batch, (1.0, 0.0, 0.0), decay, False)
         at_one.append(tau_by_position(accept, batch[3]))
         conf_error.append((confidence.sigmoid() - accept).abs().mean())
-        cold = torch.tensor([d[2] == 0 for d in part])
+        cold = torch.tensor([d.temperature == 0 for d in part])
         if cold.any():
             rows = cold[batch[3].nonzero()[:, 0]]
             greedy.append(tau_by_position(agree[rows], batch[3][cold]))
@@ -329,15 +165,15 @@ def loss_mix(kind, progress):
 
 def fit(args):
     torch.manual_seed(args.seed)
-    training, held_out = read_data(args.data)
+    training, held_out = corpus.read(args.data)
     target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
-    counts = torch.bincount(torch.cat([d[0][d[1] :] for d in training]), minlength=target.config.vocab_size)
+    counts = torch.bincount(torch.cat([d.ids[d.answer :] for d in training]), minlength=target.config.vocab_size)
     draft_ids = counts.topk(args.draft_vocab).indices.sort().values
     coverage = counts[draft_ids].sum().item() / counts.sum().item()
     config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank)
     drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
-    features = Features(target, drafter.feature_layers, args.keep_gb)
+    features = corpus.Features(target, drafter.feature_layers, training + held_out)
     optimizers = make_optimizers(drafter, args.lr)
     n_params = sum(p.numel() for p in drafter.parameters())
     print(f"{len(training)} dialogues, {counts.sum()} answer tokens (draft vocabulary covers {coverage:.1%}), {len(held_out)} held "
@@ -357,9 +193,8 @@ def fit(args):
         per_epoch = len(training) // args.batch
         epoch, step = divmod(update, per_epoch)
         order = np.random.default_rng([args.seed, epoch]).permutation(len(training))
-        chosen = order[step * args.batch : (step + 1) * args.batch]
-        part = [training[i] for i in chosen]
-        batch = make_batch(part, features.get(chosen.tolist(), part), args.anchors, drafter.gamma,
+        part = [training[i] for i in order[step * args.batch : (step + 1) * args.batch]]
+        batch = make_batch(part, [features.get(d) for d in part], args.anchors, drafter.gamma,
                            np.random.default_rng([args.seed, update, 1]))
         progress = update / args.updates
         scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * np.cos(np.pi * progress)) + 1e-3
@@ -404,6 +239,69 @@ def write_record(path, record):
     part.replace(path)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# calibrate
+
+
+def collect_blocks(target, drafter, prompts, temperature, max_new_tokens, batch, progress):
+    """Decode held-out prompts with whole blocks verified -> list per prompt of (raw confidence (n, G), survived (n, G)).
+
+    Through the engine, because that is where calibration has to hold: anchors where cycles really begin, tokens as drawn at
+    this temperature. survived[i, k] = 1 if draft token k and all before it were accepted.
+    """
+    blocks = [[] for _ in prompts]
+    for i in range(0, len(prompts), batch):
+        part = prompts[i : i + batch]
+
+        def record(request, cycle, first=i):
+            if cycle is not None and cycle.verify_len == drafter.gamma:  # not those cut short by the end of the answer
+                blocks[first + request.slot].append((cycle.confidence, np.arange(drafter.gamma) < cycle.n_accepted))
+
+        sampling = [dspark.Sampling(temperature, seed=i + j, max_new_tokens=max_new_tokens) for j in range(len(part))]
+        dspark.generate(target, drafter, part, sampling=sampling, on_cycle=record)
+        progress(i + len(part), len(prompts))
+    return [(np.array([c for c, _ in b]).reshape(-1, drafter.gamma), np.array([o for _, o in b]).reshape(-1, drafter.gamma))
+            for b in blocks]
+
+
+def calibrate(args):
+    """Fit STS on one half of the held-out questions, report on the other; once per sampling temperature (Sec. 3.2.1)."""
+    path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
+    _, held_out = corpus.read(args.data)
+    target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    drafter = drafting.load(path, target)
+    prompts = [d.ids[: d.answer].tolist() for d in held_out][: args.prompts]
+    record = json.loads(record_path.read_text()) if record_path.is_file() else {}
+    for temperature in args.temperatures:
+        if str(temperature) in record.get("calibration", {}) and not args.again:
+            continue  # done by an earlier run
+        begin = time.time()
+
+        def progress(done, of):
+            left = (time.time() - begin) / done * (of - done)
+            print(f"\rtemperature {temperature}: {done}/{of} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
+
+        blocks = collect_blocks(target, drafter, prompts, temperature, args.max_new_tokens, args.batch, progress)
+        fit_c, fit_o = (np.concatenate(x) for x in zip(*blocks[::2]))
+        test_c, test_o = (np.concatenate(x) for x in zip(*blocks[1::2]))
+        temperatures = scheduler.fit_sts(fit_c, fit_o)
+        raw, sts = scheduler.survival(test_c), scheduler.survival(scheduler.apply_sts(test_c, temperatures))
+        rows = []
+        for k in range(drafter.gamma):
+            o = test_o[:, k]
+            rows.append(dict(position=k + 1, blocks=len(o), survived=o.mean(), predicted_raw=raw[:, k].mean(),
+                             ece_raw=scheduler.ece(raw[:, k], o), ece_sts=scheduler.ece(sts[:, k], o),
+                             brier_raw=scheduler.brier(raw[:, k], o), brier_sts=scheduler.brier(sts[:, k], o),
+                             brier_constant=scheduler.brier(np.full(len(o), fit_o[:, k].mean()), o), auc=scheduler.auc(raw[:, k], o)))
+        rows = [{k: v if isinstance(v, int) else round(float(v), 4) for k, v in row.items()} for row in rows]
+        record.setdefault("calibration", {})[str(temperature)] = [round(float(t), 4) for t in temperatures]
+        record.setdefault("calibration_held_out", {})[str(temperature)] = rows
+        write_record(record_path, record)
+        print(f"\ntemperature {temperature}: {len(fit_c)} blocks fitted; STS {record['calibration'][str(temperature)]}")
+        for row in rows:
+            print("  ".join(f"{k} {v}" for k, v in row.items()))
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", help="GGUF file (default: the user's cache, fetched on first use)")
@@ -417,7 +315,7 @@ def main():
     g.add_argument("--slots", type=int, default=96, help="dialogues written at a time")
     g.add_argument("--max-question", type=int, default=64)
     g.add_argument("--max-answer", type=int, default=256)
-    g.set_defaults(run=generate)
+    g.set_defaults(run=corpus.generate)
     f = commands.add_parser("fit", help="train a drafter")
     f.add_argument("--name", default="dspark")
     f.add_argument("--updates", type=int, default=2500)
@@ -434,9 +332,17 @@ def main():
     f.add_argument("--decay", type=float, default=4.0, help="w_k = exp(-(k-1) / decay)")
     f.add_argument("--confidence-through", action="store_true", help="let the confidence loss reach the backbone, as in the paper's code")
     f.add_argument("--eval-every", type=int, default=250)
-    f.add_argument("--keep-gb", type=float, default=12.0, help="memory for kept target features")
     f.set_defaults(run=fit)
+    c = commands.add_parser("calibrate", help="fit Sequential Temperature Scaling")
+    c.add_argument("--name", default="dspark")
+    c.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    c.add_argument("--prompts", type=int, default=400, help="held-out questions, half to fit and half to report on")
+    c.add_argument("--max-new-tokens", type=int, default=128)
+    c.add_argument("--batch", type=int, default=16, help="questions decoded together")
+    c.add_argument("--again", action="store_true", help="also redo temperatures that are done")
+    c.set_defaults(run=calibrate)
     args = p.parse_args()
+    keep_freed_memory()
     try:
         args.run(args)
     except (smollm2.SetupError, ValueError) as error:

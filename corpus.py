@@ -1,0 +1,219 @@
+"""Training data: dialogues that the target writes itself, and what the target's layers say about them (Sec. 3.3, 5.1).
+
+    python train.py generate     dialogues into data/*.npz
+    python train.py fit          adds to each shard a .features file, once, before it trains
+
+Shard    numpy arrays: ids uint16 (all dialogues end to end), starts int64 (n + 1), answer int32 (index within the dialogue of the
+         first answer token), temperature float32 (at which the answer was drawn).
+Features per token, in bf16: hidden states of the drafter's feature layers (m * D) and the last normed hidden state (D); in
+         float32 the log of the softmax's normaliser. With these, p_target of any token at any position costs one dot product,
+         not a pass through the model: Sec. 5.1's "send hidden states, apply the head at sampled positions only".
+Held out every 50th dialogue, by its place in its shard: never trained on, used for the reported tau and for calibration.
+Letters  S slots, L tokens of a dialogue, D width, m feature layers.
+"""
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import smollm2
+
+HELD_OUT = 50  # every 50th dialogue of a shard
+
+# The model writes its questions itself, after its own user header. Openings steer it towards the domains that people use
+# speculative decoding for; an empty opening lets it ask what it likes.
+OPENINGS = {
+    "math": ["A store sells", "If a train travels", "What is the sum of", "Solve for x", "How many", "Calculate the", "Tom has",
+             "Sarah bought", "A rectangle has", "What is the probability", "Find the", "A farmer", "Explain how to solve",
+             "What is the value of", "There are", "Convert", "John earns", "The price of a", "What percent of", "Simplify"],
+    "code": ["Write a Python function", "Write a function that", "How do I", "Implement a", "Write a Python program to",
+             "Explain what this code does:", "Write a SQL query", "Create a class", "Fix the bug in", "Write a script that",
+             "Write a JavaScript function", "How can I sort", "Write code to", "What does the", "Given a list of",
+             "Write a program that reads", "Define a Python class", "In Python, how do you", "Write a recursive function",
+             "Write a unit test for"],
+    "chat": ["", "", "", "", "Why", "What is", "How does", "Can you", "Tell me about", "Write a short story", "Give me tips",
+             "Explain", "What are the benefits of", "Describe", "Who was", "Write an email", "Summarize", "I am planning",
+             "What should I", "Compare", "Write a poem", "List", "How can I", "Please help me", "What is the difference between",
+             "Suggest", "Recommend", "I have a"],
+}
+# Answers at the temperatures that people decode with; half greedy or nearly, since there the drafter has most to win.
+TEMPERATURES, SHARES = (0.0, 0.3, 0.7, 1.0), (0.35, 0.15, 0.2, 0.3)
+
+
+
+def sample_rows(logits, temperature, generator):
+    """logits (S, V), temperature (S,) -> ids (S,). Inverse CDF; a row at temperature 0 takes its argmax."""
+    ids = logits.argmax(-1)
+    hot = (temperature > 0).nonzero()[:, 0]
+    if len(hot):
+        cdf = torch.softmax(logits[hot] / temperature[hot, None], dim=-1).cumsum(-1)
+        u = torch.rand(len(hot), 1, generator=generator) * cdf[:, -1:]
+        ids[hot] = torch.searchsorted(cdf, u, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    return ids
+
+
+@torch.inference_mode()
+def generate_shard(target, encoding, n_sequences, slots, max_question, max_answer, seed):
+    """Let the target write n_sequences dialogues; yields each finished one as (ids, answer start, answer temperature).
+
+    Every slot holds one dialogue and moves one token a step: a forced token (opening, assistant header) or a sampled one.
+    The system prompt is the same for all: its keys and values are computed once and copied into a slot that starts anew.
+    """
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    dialogue = smollm2.chat(encoding, "")  # <system turn> <user header> <|im_end|> \n <assistant header>
+    cut = len(dialogue) - 1 - dialogue[::-1].index(smollm2.EOS)
+    prefix, header = dialogue[:cut], dialogue[cut:]
+    max_len = len(prefix) + max_question + len(header) + max_answer + 8
+    cache = target.new_cache(slots, max_len)
+    P = len(prefix) - 1  # the last prefix token is the first to be fed
+    target(*(torch.tensor(x) for x in (prefix[:P], [0] * P, range(P))), cache, logit_rows=[0])
+    system = [(k[0, :P].clone(), v[0, :P].clone()) for k, v in zip(cache.k, cache.v)]
+    dialogues, forced, answer, temperature = [None] * slots, [[] for _ in range(slots)], [0] * slots, torch.ones(slots)
+    goal_temperature, started = [0.0] * slots, 0
+
+    def start(s):
+        nonlocal started
+        for (k, v), ck, cv in zip(system, cache.k, cache.v):
+            ck[s, :P], cv[s, :P] = k, v
+        domain = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
+        opening = domain[rng.integers(len(domain))]
+        dialogues[s], forced[s], answer[s] = list(prefix), smollm2.encode(encoding, opening), 0
+        temperature[s], goal_temperature[s] = 0.8, float(rng.choice(TEMPERATURES, p=SHARES))
+        started += 1
+
+    for s in range(slots):
+        start(s)
+    live = list(range(slots))
+    while live:
+        newest = torch.tensor([dialogues[s][-1] for s in live])
+        place = torch.tensor([len(dialogues[s]) - 1 for s in live])
+        logits, _ = target(newest, torch.tensor(live), place, cache)
+        ids = sample_rows(logits, temperature[live], generator).tolist()
+        for s, token in zip(list(live), ids):
+            token = forced[s].pop(0) if forced[s] else token
+            dialogues[s].append(token)
+            if forced[s]:
+                continue
+            if not answer[s]:
+                if token == smollm2.EOS or len(dialogues[s]) - len(prefix) >= max_question:  # the question is asked
+                    forced[s] = header[token == smollm2.EOS :]
+                    answer[s] = len(dialogues[s]) + len(forced[s])
+                    temperature[s] = goal_temperature[s]
+            elif len(dialogues[s]) > answer[s] and (token == smollm2.EOS or len(dialogues[s]) - answer[s] >= max_answer):
+                yield dialogues[s], answer[s], goal_temperature[s]
+                if started < n_sequences:
+                    start(s)
+                else:
+                    live.remove(s)
+
+
+def generate(args):
+    """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
+    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    args.data.mkdir(parents=True, exist_ok=True)
+    n_shards, begin, done_tokens = -(-args.sequences // args.shard), time.time(), 0
+    for number in range(n_shards):
+        path = args.data / f"shard-{args.seed}-{number:04d}.npz"
+        if path.exists():
+            continue
+        ids, starts, answers, temperatures = [], [0], [], []
+        for dialogue, answer, t in generate_shard(target, encoding, args.shard, args.slots, args.max_question, args.max_answer,
+                                                  seed=args.seed * 10000 + number):
+            ids += dialogue
+            starts.append(len(ids)), answers.append(answer), temperatures.append(t)
+            done_tokens += len(dialogue) - answer
+            rate = done_tokens / (time.time() - begin)
+            print(f"\rshard {number + 1}/{n_shards}: {len(answers)}/{args.shard} dialogues, {done_tokens} answer tokens, {rate:.0f}/s ", end="", file=sys.stderr)
+        part = path.with_suffix(".part.npz")
+        np.savez_compressed(part, ids=np.array(ids, np.uint16), starts=np.array(starts), answer=np.array(answers, np.int32),
+                            temperature=np.array(temperatures, np.float32))
+        part.rename(path)  # whole or not at all
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading, and features
+
+
+@dataclass
+class Dialogue:
+    ids: torch.Tensor   # (L,) int64
+    answer: int         # index of the first answer token
+    temperature: float  # at which the answer was drawn
+    shard: Path
+    start: int          # of the dialogue in its shard
+
+
+def read(folder: Path) -> tuple[list[Dialogue], list[Dialogue]]:
+    """All shards of a folder -> (training dialogues, held-out dialogues)."""
+    training, held_out = [], []
+    for path in sorted(folder.glob("*.npz")):
+        shard = np.load(path)
+        ids, starts = torch.from_numpy(shard["ids"].astype(np.int64)), shard["starts"].tolist()
+        for i, (answer, temperature) in enumerate(zip(shard["answer"].tolist(), shard["temperature"].tolist())):
+            part = training if i % HELD_OUT else held_out
+            part.append(Dialogue(ids[starts[i] : starts[i + 1]], answer, temperature, path, starts[i]))
+    if not training:
+        raise smollm2.SetupError(f"no data in {folder}: run 'python train.py generate' first")
+    return training, held_out
+
+
+@torch.inference_mode()
+def extract(target, dialogues, layers):
+    """Run dialogues through the target -> per dialogue (features (L, m * D), last (L, D), normaliser (L,))."""
+    lengths = [len(d.ids) for d in dialogues]
+    slots = torch.repeat_interleave(torch.arange(len(dialogues)), torch.tensor(lengths))
+    places = torch.cat([torch.arange(n) for n in lengths])
+    cache = target.new_cache(len(dialogues), max(lengths))
+    last, features = target.hidden(torch.cat([d.ids for d in dialogues]), slots, places, cache, layers)
+    normaliser = torch.cat([target.head(part).float().logsumexp(-1) for part in last.split(256)])
+    return list(zip(features.split(lengths), last.split(lengths), normaliser.split(lengths)))
+
+
+class Features:
+    """The features of all dialogues, read from files beside their shards; made here where they are missing.
+
+    On disk, so that they are computed once however often training is started; mapped, so that memory holds what it can.
+    """
+
+    def __init__(self, target, layers, dialogues, batch=8):
+        self.files = {}
+        missing = {d.shard for d in dialogues} - {p for p in {d.shard for d in dialogues} if self.open(p, layers)}
+        todo, done, begin = sum(len(d.ids) for d in dialogues if d.shard in missing), 0, time.time()
+        for path in sorted(missing):
+            mine = sorted((d for d in dialogues if d.shard == path), key=lambda d: len(d.ids))  # alike lengths: little padding
+            n, D = max(d.start + len(d.ids) for d in mine), target.config.d_model
+            features = torch.empty(n, len(layers) * D, dtype=torch.bfloat16)
+            last, normaliser = torch.empty(n, D, dtype=torch.bfloat16), torch.empty(n)
+            for i in range(0, len(mine), batch):
+                part = mine[i : i + batch]
+                for d, (f, l, z) in zip(part, extract(target, part, layers)):
+                    at = slice(d.start, d.start + len(d.ids))
+                    features[at], last[at], normaliser[at] = f, l, z
+                    done += len(d.ids)
+                left = (time.time() - begin) / done * (todo - done) / 60
+                print(f"\rfeatures: {done}/{todo} tokens, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
+            part = path.with_suffix(".features.part")
+            save_file(dict(features=features, last=last, normaliser=normaliser), part, metadata=dict(layers=repr(tuple(layers))))
+            part.rename(path.with_suffix(".features"))  # whole or not at all
+            assert self.open(path, layers)
+        if missing:
+            print(file=sys.stderr)
+
+    def open(self, shard, layers) -> bool:
+        """Map the shard's features if they exist and are of these layers."""
+        try:
+            f = safe_open(shard.with_suffix(".features"), framework="pt")
+        except (FileNotFoundError, SafetensorError):
+            return False
+        if f.metadata()["layers"] != repr(tuple(layers)):
+            return False
+        self.files[shard] = [f.get_slice(name) for name in ("features", "last", "normaliser")]
+        return True
+
+    def get(self, dialogue):
+        """-> features (L, m * D), last (L, D), normaliser (L,)"""
+        return [s[dialogue.start : dialogue.start + len(dialogue.ids)] for s in self.files[dialogue.shard]]
