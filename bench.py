@@ -39,7 +39,7 @@ def read_prompts(path) -> list[tuple[str, str]]:
     """JSONL of {"prompt": str} or {"turns": [str, ..]} (first turn), optional "domain" -> [(domain, prompt)]."""
     prompts = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028, within a string
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}")
     for number, line in enumerate(lines, 1):
@@ -47,7 +47,8 @@ def read_prompts(path) -> list[tuple[str, str]]:
             continue
         try:
             item = json.loads(line)
-            text = item["prompt"] if "prompt" in item else item["turns"][0]
+            turns = [item["prompt"]] if "prompt" in item else item["turns"]
+            text = turns[0] if isinstance(turns, list) else None  # a string has a first letter, not a first turn
             if not (isinstance(text, str) and text.strip()):
                 raise ValueError("empty")
         except (ValueError, KeyError, IndexError, TypeError):
@@ -78,8 +79,16 @@ def policies(setup, args, temperature):
     out |= {f"fixed {g}": (setup.drafter, g, None) for g in lengths if g <= gamma}
     out |= {f"threshold {args.threshold} of {gamma}": (
         setup.drafter, gamma, cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold))}
-    out |= {f"scheduled {g}": (setup.drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature)) for g in lengths[1:]}
+    out |= {f"scheduled {g}": (setup.drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature)) for g in lengths[-2:]}
     return out
+
+
+def answer(*args, **kw):
+    """dspark.generate for one prompt. Ctrl-C makes it return what it has: half a measurement is none, so go on interrupting."""
+    [result] = dspark.generate(*args, **kw)
+    if result.finish == "cancelled":
+        raise KeyboardInterrupt
+    return result
 
 
 def measure(setup, prompts, names, temperature, args):
@@ -87,14 +96,14 @@ def measure(setup, prompts, names, temperature, args):
     runs, parted = {}, {}
     encoded = [(domain, smollm2.chat(setup.encoding, text)) for domain, text in prompts]
     for name, (drafter, gamma, policy) in names.items():  # warm-up: every policy's shapes once
-        dspark.generate(setup.target, drafter, [encoded[0][1]], sampling=dspark.Sampling(temperature, max_new_tokens=24),
-                        gamma=gamma, policy=policy)
+        answer(setup.target, drafter, [encoded[0][1]], sampling=dspark.Sampling(temperature, max_new_tokens=24), gamma=gamma,
+               policy=policy)
     jobs = [(repeat, i) for repeat in range(args.repeats) for i in range(len(encoded))]
     for repeat, i in track(jobs, f"temperature {temperature}", console=Console(stderr=True)):
         domain, ids = encoded[i]
         sampling = dspark.Sampling(temperature, seed=1000 * repeat + i, max_new_tokens=args.max_new_tokens)
         for name, (drafter, gamma, policy) in names.items():
-            [result] = dspark.generate(setup.target, drafter, [ids], sampling=sampling, gamma=gamma, policy=policy)
+            result = answer(setup.target, drafter, [ids], sampling=sampling, gamma=gamma, policy=policy)
             runs.setdefault((name, repeat, domain), []).append(result)
             if name == "plain":
                 plain = result.ids
@@ -108,10 +117,13 @@ def summarize(runs, names, temperature, repeats):
     """-> rows, one per (policy, domain) and one per policy for the macro mean over domains."""
     domains = list(dict.fromkeys(d for _, _, d in runs))
 
+    def ratio(a, b):  # 0 where nothing was decoded: every answer ended with the token that prefill draws
+        return a / b if b else 0.0
+
     def one(name, repeat, domain):
         results = runs[name, repeat, domain]
         seconds = {p: sum(r.ledger[p] for r in results) for p in PHASES}
-        cycles, tokens = max(1, sum(r.cycles for r in results)), sum(len(r.ids) - 1 for r in results)
+        cycles, tokens = max(1, sum(r.cycles for r in results)), sum(r.gained for r in results)
         return dict(tau=tokens / cycles, tokens_per_s=tokens / max(sum(seconds.values()), 1e-9),
                     **{f"{p}_ms": seconds[p] / cycles * 1e3 for p in PHASES})
 
@@ -122,9 +134,9 @@ def summarize(runs, names, temperature, repeats):
             records = []
             for domain in domains:
                 record, plain = one(name, repeat, domain), one("plain", repeat, domain)
-                record["speedup"] = record["tokens_per_s"] / plain["tokens_per_s"]
-                record["ceiling"] = record["tau"] * plain["verify_ms"] / record["verify_ms"]
-                record["ceiling_fraction"] = record["speedup"] / record["ceiling"]
+                record["speedup"] = ratio(record["tokens_per_s"], plain["tokens_per_s"])
+                record["ceiling"] = record["tau"] * ratio(plain["verify_ms"], record["verify_ms"])
+                record["ceiling_fraction"] = ratio(record["speedup"], record["ceiling"])
                 records.append(record)
             records.append({k: mean(r[k] for r in records) for k in records[0]})
             per_repeat.append(records)

@@ -11,10 +11,13 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -112,10 +115,14 @@ def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, agai
 
 
 class Streamer:
-    """Prints tokens as they are delivered, each in the colour of its origin. A character may take several tokens."""
+    """Prints tokens as they are delivered, each in the colour of its origin; together they are exactly Result.text.
+
+    A character may take several tokens, and what may yet turn out to be the beginning of a stop string has to wait.
+    """
 
     def __init__(self, console, encoding, trace):
-        self.console, self.encoding, self.trace, self.n = console, encoding, trace, 0
+        self.console, self.encoding, self.trace = console, encoding, trace
+        self.n, self.length = 0, 0  # tokens and characters shown so far
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, request, cycle):
@@ -123,18 +130,26 @@ class Streamer:
         if self.trace:
             self.console.print(self.line(cycle, result), soft_wrap=True, highlight=False)
             return
-        # a stop string may still be completed: hold back what could be its beginning
-        hold = max((len(s) for s in request.sampling.stop), default=0) if not result.finish else 0
+        # the beginning of a stop string is at most all its bytes but one, and may have a token for each
+        hold = 0 if result.finish else max((len(s.encode()) - 1 for s in request.sampling.stop), default=0)
         for token, origin in list(zip(result.ids, result.origins))[self.n : max(self.n, len(result.ids) - hold)]:
             self.n += 1
             if token != request.sampling.eos:
-                text = self.decoder.decode(self.encoding.decode_bytes([token]))
-                self.console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
+                self.show(self.decoder.decode(self.encoding.decode_bytes([token])), STYLES[origin], result)
+        if result.finish:
+            self.show(self.decoder.decode(b"", final=True), "dim", result)  # a character that was never completed
+
+    def show(self, text, style, result):
+        if result.finish == "stop":  # the stop string may begin within the last token
+            text = text[: len(result.text) - self.length]
+        self.length += len(text)
+        # a Segment, not Text or a string: those turn tabs into spaces
+        self.console.print(Segments([Segment(text, Style.parse(style))]), end="", soft_wrap=True)
 
     def line(self, cycle, result):
         show = lambda t: repr(self.encoding.decode([t]))  # noqa: E731
         if cycle is None:
-            return Text(f"prefill draws {show(result.ids[0])}", "dim")
+            return Text(f"prefill draws {show(result.ids[0]) if result.ids else 'a stop string'}", "dim")
         text = Text(f"{result.cycles:3d} {show(cycle.anchor)} ->")
         survival = 1.0
         for k, (token, c) in enumerate(zip(cycle.draft, cycle.confidence)):
@@ -151,7 +166,12 @@ def tokens_per_s(results):
     """Delivered tokens per second of decoding; prefill and the token it draws are left out, for every policy alike."""
     ledger = results[0].ledger
     seconds = sum(v for k, v in ledger.items() if k != "prefill")
-    return sum(len(r.ids) - 1 for r in results) / seconds if seconds else 0.0
+    return sum(r.gained for r in results) / seconds if seconds else 0.0
+
+
+def cancelled(results):
+    """generate() ends at Ctrl-C and returns what it has: did it?"""
+    return any(r.finish == "cancelled" for r in results)
 
 
 def first_difference(target, prompt, ids, plain):
@@ -160,7 +180,7 @@ def first_difference(target, prompt, ids, plain):
     In fp32 they must not part. In bf16 rows of one and of several tokens go through different matrix code; where the margin
     is within its rounding, the argmax may flip, after which the texts differ.
     """
-    at = next((i for i, (a, b) in enumerate(zip(ids, plain)) if a != b), None)
+    at = next((i for i, (a, b) in enumerate(zip_longest(ids, plain)) if a != b), None)  # one may also end before the other
     if at is None:
         return None
     tokens = torch.tensor(prompt + plain[:at], device=target.device)
@@ -177,7 +197,7 @@ def table(results, plain, difference):
     t = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     t.add_row("tokens", f"{tokens} in {total_cycles} cycles, finish: {', '.join(r.finish for r in results)}")
     if total_cycles:
-        tau = sum(len(r.ids) - 1 for r in results) / total_cycles
+        tau = sum(r.gained for r in results) / total_cycles
         t.add_row("tau", f"{tau:.2f} tokens a cycle, correction or bonus included")
         accepted = [sum(r.accepted_at[k] for r in results) for k in range(len(results[0].accepted_at))]
         verified = [sum(r.verified_at[k] for r in results) for k in range(len(accepted))]
@@ -188,7 +208,8 @@ def table(results, plain, difference):
         t.add_row("ms a cycle", f"{parts}  (prefill, once: {ledger['prefill'] * 1e3:.0f})")
         t.add_row("tokens/s", f"{tokens_per_s(results):.1f}")
     if plain:
-        t.add_row("plain", f"{tokens_per_s(plain):.1f} tokens/s  ->  speed-up {tokens_per_s(results) / tokens_per_s(plain):.2f}x")
+        if tokens_per_s(plain):  # none if every answer was the one token that prefill draws
+            t.add_row("plain", f"{tokens_per_s(plain):.1f} tokens/s  ->  speed-up {tokens_per_s(results) / tokens_per_s(plain):.2f}x")
         if difference is not None:
             same = "the same tokens as plain decoding" if not difference else "; ".join(
                 f"parts from plain decoding at token {at}, top-2 logit margin there {margin:.3g}" for at, margin in difference)
@@ -224,25 +245,29 @@ def run(args):
     dspark.check(target, drafter, ids, sampling, args.gamma, encoding)
     gamma = 0 if drafter is None else drafter.gamma if args.gamma is None else args.gamma
     policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile)
-    warm = dspark.Sampling(max_new_tokens=12)  # first calls of every shape build kernels: not part of any figure
-    dspark.generate(target, drafter, ids, sampling=warm, gamma=args.gamma)
+    # first calls of every shape build kernels: not part of any figure
+    warm = dspark.Sampling(max_new_tokens=min(12, args.max_new_tokens))
+    if cancelled(dspark.generate(target, drafter, ids, sampling=warm, gamma=args.gamma)):
+        return 130
 
     console = Console(highlight=False)
     alone = len(ids) == 1 and not args.json
     streamer = Streamer(console, encoding, args.trace) if alone else None
     results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=args.gamma, policy=policy, encoding=encoding,
                               on_cycle=streamer)
-    stopped = any(r.finish == "cancelled" for r in results)
+    stopped = cancelled(results)
     if not args.json:
         for prompt, r in zip(prompts, results) if not alone or args.trace else ():
             console.print(Text(f"\n> {prompt}" if len(ids) > 1 else ""), Text(r.text), sep="\n", soft_wrap=True)
         console.print("\n")
     plain, difference = None, None
     if gamma and not args.no_compare and not stopped:
-        dspark.generate(target, None, ids, sampling=warm)
-        plain = dspark.generate(target, None, ids, sampling=sampling, encoding=encoding)
-        stopped = any(r.finish == "cancelled" for r in plain)
-        if args.temperature == 0 and not stopped:
+        plain = dspark.generate(target, None, ids, sampling=warm)
+        if not cancelled(plain):
+            plain = dspark.generate(target, None, ids, sampling=sampling, encoding=encoding)
+        if stopped := cancelled(plain):
+            plain = None
+        elif args.temperature == 0:
             found = [first_difference(target, i, r.ids, p.ids) for i, r, p in zip(ids, results, plain)]
             difference = [d for d in found if d is not None]
     if args.json:
@@ -255,5 +280,5 @@ def run(args):
         if streamer and not args.trace:
             legend = Text("colours: ").append("accepted draft ", "green").append("correction ", "yellow").append("bonus", "cyan")
             console.print(legend)
-        console.print(table(results, None if stopped else plain, difference))
+        console.print(table(results, plain, difference))
     return 130 if stopped else 0

@@ -129,10 +129,12 @@ def generate(args):
             done_tokens += len(dialogue) - answer
             rate = done_tokens / (time.time() - begin)
             print(f"\rshard {number + 1}/{n_shards}: {len(answers)}/{args.shard} dialogues, {done_tokens} answer tokens, {rate:.0f}/s ", end="", file=sys.stderr)
-        part = path.with_suffix(".part.npz")
-        np.savez_compressed(part, ids=np.array(ids, np.uint16), starts=np.array(starts), answer=np.array(answers, np.int32),
-                            temperature=np.array(temperatures, np.float32))
-        part.rename(path)  # whole or not at all
+        unfinished = path.with_suffix(".part")
+        with open(unfinished, "wb") as f:
+            np.savez_compressed(f, ids=np.array(ids, np.uint16), starts=np.array(starts), answer=np.array(answers, np.int32),
+                                temperature=np.array(temperatures, np.float32))
+        unfinished.rename(path)  # whole or not at all
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading, and features
@@ -179,7 +181,7 @@ class Features:
     On disk, so that they are computed once however often training is started; mapped, so that memory holds what it can.
     """
 
-    def __init__(self, target, layers, dialogues, batch=8):
+    def __init__(self, target, layers, dialogues, batch_tokens=3000):
         self.files = {}
         missing = {d.shard for d in dialogues} - {p for p in {d.shard for d in dialogues} if self.open(p, layers)}
         todo, done, begin = sum(len(d.ids) for d in dialogues if d.shard in missing), 0, time.time()
@@ -188,17 +190,18 @@ class Features:
             n, D = max(d.start + len(d.ids) for d in mine), target.config.d_model
             features = torch.empty(n, len(layers) * D, dtype=torch.bfloat16)
             last, normaliser = torch.empty(n, D, dtype=torch.bfloat16), torch.empty(n)
-            for i in range(0, len(mine), batch):
-                part = mine[i : i + batch]
+            while mine:
+                part = mine[-max(1, batch_tokens // len(mine[-1].ids)) :]
+                mine = mine[: -len(part)]
                 for d, (f, l, z) in zip(part, extract(target, part, layers)):
                     at = slice(d.start, d.start + len(d.ids))
                     features[at], last[at], normaliser[at] = f, l, z
                     done += len(d.ids)
                 left = (time.time() - begin) / done * (todo - done) / 60
                 print(f"\rfeatures: {done}/{todo} tokens, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
-            part = path.with_suffix(".features.part")
-            save_file(dict(features=features, last=last, normaliser=normaliser), part, metadata=dict(layers=repr(tuple(layers))))
-            part.rename(path.with_suffix(".features"))  # whole or not at all
+            unfinished = path.with_suffix(".part")
+            save_file(dict(features=features, last=last, normaliser=normaliser), unfinished, dict(layers=repr(tuple(layers))))
+            unfinished.rename(path.with_suffix(".features"))  # whole or not at all
             assert self.open(path, layers)
         if missing:
             print(file=sys.stderr)
