@@ -13,6 +13,7 @@ Letters  S slots, L tokens of a dialogue, D width, m feature layers.
 """
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +42,9 @@ OPENINGS = {
              "What should I", "Compare", "Write a poem", "List", "How can I", "Please help me", "What is the difference between",
              "Suggest", "Recommend", "I have a"],
 }
-# Answers at the temperatures that people decode with; half greedy or nearly, since there the drafter has most to win.
+# Answers at the temperatures that people decode with, half of them greedy or nearly.
 TEMPERATURES, SHARES = (0.0, 0.3, 0.7, 1.0), (0.35, 0.15, 0.2, 0.3)
+QUESTION_TEMPERATURE = 0.8  # at 1 a small model's questions fall apart
 
 
 
@@ -57,83 +59,95 @@ def sample_rows(logits, temperature, generator):
     return ids
 
 
-@torch.inference_mode()
-def generate_shard(target, encoding, n_sequences, slots, max_question, max_answer, seed):
-    """Let the target write n_sequences dialogues; yields each finished one as (ids, answer start, answer temperature).
+@dataclass
+class Writer:
+    """One dialogue being written."""
 
-    Every slot holds one dialogue and moves one token a step: a forced token (opening, assistant header) or a sampled one.
-    The system prompt is the same for all: its keys and values are computed once and copied into a slot that starts anew.
+    ids: list[int]       # so far
+    forced: list[int]    # tokens to come that are given, not drawn: an opening, the assistant's header
+    temperature: float   # of its answer
+    answer: int = 0      # index of the first answer token; 0: still asking
+
+
+@torch.inference_mode()
+def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
+    """Let the target write n dialogues, up to `slots` at a time; yields each when it is finished.
+
+    Every slot moves one token a step. The system prompt is the same for all: its keys and values are computed once and copied
+    into a slot that starts anew, so there is no prefill.
     """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    dialogue = smollm2.chat(encoding, "")  # <system turn> <user header> <|im_end|> \n <assistant header>
-    cut = len(dialogue) - 1 - dialogue[::-1].index(smollm2.EOS)
-    prefix, header = dialogue[:cut], dialogue[cut:]
-    max_len = len(prefix) + max_question + len(header) + max_answer + 8
-    cache = target.new_cache(slots, max_len)
-    P = len(prefix) - 1  # the last prefix token is the first to be fed
-    target(*(torch.tensor(x) for x in (prefix[:P], [0] * P, range(P))), cache, logit_rows=[0])
-    system = [(k[0, :P].clone(), v[0, :P].clone()) for k, v in zip(cache.k, cache.v)]
-    dialogues, forced, answer, temperature = [None] * slots, [[] for _ in range(slots)], [0] * slots, torch.ones(slots)
-    goal_temperature, started = [0.0] * slots, 0
+    empty = smollm2.chat(encoding, "")  # system turn, user header | <|im_end|> \n, assistant header
+    cut = len(empty) - 1 - empty[::-1].index(smollm2.EOS)
+    prefix, header = empty[:cut], empty[cut:]
+    slots = min(slots, n)
+    cache = target.new_cache(slots, len(prefix) + max_question + len(header) + max_answer)
+    P = len(prefix) - 1  # the last prefix token is the first that every slot feeds itself
+    target(torch.tensor(prefix[:P]), torch.zeros(P, dtype=torch.long), torch.arange(P), cache, logit_rows=[0])
+    for layer in cache.k + cache.v:
+        layer[1:, :P] = layer[:1, :P].clone()  # for good: later writes all lie behind it
+    started = 0
 
-    def start(s):
+    def start():
         nonlocal started
-        for (k, v), ck, cv in zip(system, cache.k, cache.v):
-            ck[s, :P], cv[s, :P] = k, v
-        domain = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
-        opening = domain[rng.integers(len(domain))]
-        dialogues[s], forced[s], answer[s] = list(prefix), smollm2.encode(encoding, opening), 0
-        temperature[s], goal_temperature[s] = 0.8, float(rng.choice(TEMPERATURES, p=SHARES))
         started += 1
+        openings = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
+        opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])
+        return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)))
 
-    for s in range(slots):
-        start(s)
-    live = list(range(slots))
+    live = {slot: start() for slot in range(slots)}
     while live:
-        newest = torch.tensor([dialogues[s][-1] for s in live])
-        place = torch.tensor([len(dialogues[s]) - 1 for s in live])
-        logits, _ = target(newest, torch.tensor(live), place, cache)
-        ids = sample_rows(logits, temperature[live], generator).tolist()
-        for s, token in zip(list(live), ids):
-            token = forced[s].pop(0) if forced[s] else token
-            dialogues[s].append(token)
-            if forced[s]:
+        newest = torch.tensor([w.ids[-1] for w in live.values()])
+        places = torch.tensor([len(w.ids) - 1 for w in live.values()])
+        temperature = torch.tensor([w.temperature if w.answer else QUESTION_TEMPERATURE for w in live.values()])
+        logits, _ = target(newest, torch.tensor(list(live)), places, cache)
+        drawn = sample_rows(logits, temperature, generator).tolist()
+        for (slot, w), token in zip(list(live.items()), drawn):
+            given = bool(w.forced)
+            token = w.forced.pop(0) if given else token
+            w.ids.append(token)
+            if given:
                 continue
-            if not answer[s]:
-                if token == smollm2.EOS or len(dialogues[s]) - len(prefix) >= max_question:  # the question is asked
-                    forced[s] = header[token == smollm2.EOS :]
-                    answer[s] = len(dialogues[s]) + len(forced[s])
-                    temperature[s] = goal_temperature[s]
-            elif len(dialogues[s]) > answer[s] and (token == smollm2.EOS or len(dialogues[s]) - answer[s] >= max_answer):
-                yield dialogues[s], answer[s], goal_temperature[s]
-                if started < n_sequences:
-                    start(s)
+            ended = token == smollm2.EOS
+            if not w.answer:
+                if ended or len(w.ids) - len(prefix) >= max_question:  # the question is asked
+                    w.forced = header[ended:]
+                    w.answer = len(w.ids) + len(w.forced)
+            elif ended or len(w.ids) - w.answer >= max_answer:
+                yield w
+                if started < n:
+                    live[slot] = start()
                 else:
-                    live.remove(s)
+                    del live[slot]
 
 
 def generate(args):
     """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
     target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
     args.data.mkdir(parents=True, exist_ok=True)
-    n_shards, begin, done_tokens = -(-args.sequences // args.shard), time.time(), 0
-    for number in range(n_shards):
-        path = args.data / f"shard-{args.seed}-{number:04d}.npz"
-        if path.exists():
-            continue
-        ids, starts, answers, temperatures = [], [0], [], []
-        for dialogue, answer, t in generate_shard(target, encoding, args.shard, args.slots, args.max_question, args.max_answer,
-                                                  seed=args.seed * 10000 + number):
-            ids += dialogue
-            starts.append(len(ids)), answers.append(answer), temperatures.append(t)
-            done_tokens += len(dialogue) - answer
-            rate = done_tokens / (time.time() - begin)
-            print(f"\rshard {number + 1}/{n_shards}: {len(answers)}/{args.shard} dialogues, {done_tokens} answer tokens, {rate:.0f}/s ", end="", file=sys.stderr)
+    paths = [args.data / f"shard-{args.seed}-{i:04d}.npz" for i in range(-(-args.sequences // args.shard))]
+    todo = [(i, path) for i, path in enumerate(paths) if not path.exists()]
+    begin, tokens, done = time.time(), 0, 0
+    for i, path in todo:
+        dialogues = []
+        for w in write_dialogues(target, encoding, args.shard, args.slots, args.max_question, args.max_answer, args.seed * 10000 + i):
+            dialogues.append(w)
+            done, tokens = done + 1, tokens + len(w.ids) - w.answer
+            seconds = time.time() - begin
+            left = seconds / done * (len(todo) * args.shard - done) / 60
+            print(f"\r{path.name}: {len(dialogues)}/{args.shard} dialogues; {tokens} answer tokens, {tokens / seconds:.0f}/s, "
+                  f"{left:.0f} min left ", end="", file=sys.stderr, flush=True)
         unfinished = path.with_suffix(".part")
         with open(unfinished, "wb") as f:
-            np.savez_compressed(f, ids=np.array(ids, np.uint16), starts=np.array(starts), answer=np.array(answers, np.int32),
-                                temperature=np.array(temperatures, np.float32))
+            np.savez_compressed(
+                f,
+                ids=np.array([t for w in dialogues for t in w.ids], np.uint16),
+                starts=np.cumsum([0] + [len(w.ids) for w in dialogues]),
+                answer=np.array([w.answer for w in dialogues], np.int32),
+                temperature=np.array([w.temperature for w in dialogues], np.float32),
+            )
         unfinished.rename(path)  # whole or not at all
+    print(f"\n{len(paths)} shards in {args.data}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,7 +197,12 @@ class Features:
 
     def __init__(self, target, layers, dialogues, batch_tokens=3000):
         self.files = {}
-        missing = {d.shard for d in dialogues} - {p for p in {d.shard for d in dialogues} if self.open(p, layers)}
+        # what a file was made from: these layers, exactly these dialogues (a shard may be written anew, or used in part)
+        made_from = {}
+        for d in dialogues:
+            made_from[d.shard] = zlib.crc32(d.ids.numpy().tobytes(), made_from.get(d.shard, d.start))
+        made_from = {shard: repr((tuple(layers), crc)) for shard, crc in made_from.items()}
+        missing = {shard for shard, made in made_from.items() if not self.open(shard, made)}
         todo, done, begin = sum(len(d.ids) for d in dialogues if d.shard in missing), 0, time.time()
         for path in sorted(missing):
             mine = sorted((d for d in dialogues if d.shard == path), key=lambda d: len(d.ids))  # alike lengths: little padding
@@ -200,19 +219,19 @@ class Features:
                 left = (time.time() - begin) / done * (todo - done) / 60
                 print(f"\rfeatures: {done}/{todo} tokens, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
             unfinished = path.with_suffix(".part")
-            save_file(dict(features=features, last=last, normaliser=normaliser), unfinished, dict(layers=repr(tuple(layers))))
+            save_file(dict(features=features, last=last, normaliser=normaliser), unfinished, dict(made_from=made_from[path]))
             unfinished.rename(path.with_suffix(".features"))  # whole or not at all
-            assert self.open(path, layers)
+            assert self.open(path, made_from[path])
         if missing:
             print(file=sys.stderr)
 
-    def open(self, shard, layers) -> bool:
-        """Map the shard's features if they exist and are of these layers."""
+    def open(self, shard, made_from) -> bool:
+        """Map the shard's features if they exist and were made from the same."""
         try:
             f = safe_open(shard.with_suffix(".features"), framework="pt")
         except (FileNotFoundError, SafetensorError):
             return False
-        if f.metadata()["layers"] != repr(tuple(layers)):
+        if (f.metadata() or {}).get("made_from") != made_from:
             return False
         self.files[shard] = [f.get_slice(name) for name in ("features", "last", "normaliser")]
         return True

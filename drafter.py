@@ -43,9 +43,9 @@ class Draft:
     """What a drafter hands to the engine. p_draft is the very tensor that tokens were sampled from (verify.py needs that)."""
 
     tokens: torch.Tensor      # (R, G) target ids
-    p_draft: torch.Tensor     # (R, G, K)
+    p_draft: torch.Tensor     # (R, G, K), p_draft of draft_ids
     confidence: torch.Tensor  # (R, G) float32, raw c_k; calibration is the scheduler's matter
-    draft_ids: torch.Tensor   # (K,) ascending target ids of p_draft's columns
+    draft_ids: torch.Tensor | None  # (K,) ascending target ids of p_draft's columns; None: all of them, K = V
 
 
 class SequentialHead(nn.Module):

@@ -21,13 +21,14 @@ Letters  R requests, G draft positions, N = sum(1 + l) packed rows, V vocabulary
 """
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import scheduler
+from drafter import Draft
 from smollm2 import EOS
 from verify import logits_to_probs, sample, verify_tokens
 
@@ -81,7 +82,7 @@ class Result:
         return counts
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself, not its fields: active.remove() need not compare them
 class Request:
     prompt: list[int]
     sampling: Sampling
@@ -130,54 +131,51 @@ class Engine:
     def step(self):
         """Draft, schedule, verify, commit: one cycle of every active request."""
         assert all(self.cached[r.slot] == len(r.tokens) - 1 for r in self.active), "caches hold all but the anchor"
-        clock = [time.perf_counter()]
-        draft, u_verify = self.draft()
-        clock.append(time.perf_counter())
-        verify_len = self.schedule(draft)
-        clock.append(time.perf_counter())
-        verdict, features = self.verify(draft, verify_len, u_verify)
-        clock.append(time.perf_counter())
-        self.commit(draft, verify_len, verdict, features)
-        clock.append(time.perf_counter())
-        for name, seconds in zip(("draft", "schedule", "verify", "commit"), np.diff(clock)):
-            self.ledger[name] += seconds
+        draft, u = self.timed("draft", self.draft)
+        verify_len = self.timed("schedule", self.schedule, draft)
+        verdict, features = self.timed("verify", self.verify, draft, verify_len, u)
+        for request, cycle in self.timed("commit", self.commit, draft, verify_len, verdict, features):
+            if self.on_cycle:
+                self.on_cycle(request, cycle)
+
+    def timed(self, name, phase, *args):
+        begin = time.perf_counter()
+        result = phase(*args)
+        self.ledger[name] += time.perf_counter() - begin
+        return result
 
     def draft(self):
         """G draft tokens for every request, and the uniforms that will judge them: drawn apart, from independent streams."""
         R, G = len(self.active), self.gamma
         u = torch.stack([torch.rand(2 * G + 1, generator=r.random, dtype=torch.float64) for r in self.active])
         u = u.to(self.target.device)
-        if G == 0:
-            return None, u
+        if G == 0:  # plain decoding: a block of no draft tokens, over the whole vocabulary
+            V, device = self.target.config.vocab_size, u.device
+            return Draft(torch.zeros(R, 0, dtype=torch.long, device=device), torch.zeros(R, 0, V, device=device),
+                         torch.zeros(R, 0, device=device), None), u
         anchors, slots, positions = self.rows([[r.tokens[-1]] for r in self.active])
         draft = self.drafter.propose(anchors, slots, positions, self.draft_cache, G, u[:, :G], *self.settings([1] * R))
         return draft, u[:, G:]
 
     def schedule(self, draft):
         """Verify lengths (R,) from the confidences alone, and never more than a request may still deliver."""
-        if draft is None:
+        if self.gamma == 0:
             return [0] * len(self.active)
         room = np.array([r.room - 1 for r in self.active])  # the target's own token takes one place
         return np.minimum(self.policy(draft.confidence), room).tolist()
 
     def verify(self, draft, verify_len, u):
         """Run the target on anchor and scheduled draft tokens of all requests, N = sum(1 + l) rows, and judge them."""
-        tokens = [[] for _ in self.active] if draft is None else draft.tokens.tolist()
-        counts = [1 + l for l in verify_len]
-        rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, tokens, verify_len)])
+        rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, draft.tokens.tolist(), verify_len)])
         logits, features = self.target(*rows, self.cache, self.drafter.feature_layers if self.drafter else ())
-        p_target = logits_to_probs(logits, *self.settings(counts))  # (N, V)
-        device, R = p_target.device, len(self.active)
-        if draft is None:  # a block of length 0
-            p_draft, tokens, ids = p_target.new_zeros(R, 0, p_target.shape[1]), u.new_zeros(R, 0, dtype=torch.long), None
-        else:
-            p_draft, tokens, ids = draft.p_draft, draft.tokens, draft.draft_ids
-        return verify_tokens(p_target, p_draft, tokens, torch.tensor(verify_len, device=device), u, ids), features
+        p_target = logits_to_probs(logits, *self.settings([1 + l for l in verify_len]))  # (N, V)
+        lengths = torch.tensor(verify_len, device=u.device)
+        return verify_tokens(p_target, draft.p_draft, draft.tokens, lengths, u, draft.draft_ids), features
 
     def commit(self, draft, verify_len, verdict, features):
-        """Append what was won, extend the drafter's context by it, and let go of finished requests."""
+        """Append what was won, extend the drafter's context by it, let go of finished requests; one (request, Cycle) each."""
         n_accepted, next_token = verdict.n_accepted.tolist(), verdict.next_token.tolist()
-        tokens = [[] for _ in self.active] if draft is None else draft.tokens.tolist()
+        tokens, confidence, cycles = draft.tokens.tolist(), draft.confidence.tolist(), []
         keep, first = [], 0  # rows of the target pass that are now committed: the anchor and the accepted tokens
         for l, n in zip(verify_len, n_accepted):
             keep += range(first, first + 1 + n)
@@ -196,18 +194,17 @@ class Engine:
             res.cycles += 1
             for k in range(verify_len[i]):
                 res.verified_at[k] += 1
-            if self.on_cycle:
-                confidence = [] if draft is None else draft.confidence[i].tolist()
-                self.on_cycle(r, Cycle(anchor, tokens[i], confidence, verify_len[i], n_accepted[i], next_token[i],
-                                       res.ids[len(res.ids) - delivered :], res.origins[len(res.ids) - delivered :]))
+            cycles.append((r, Cycle(anchor, tokens[i], confidence[i], verify_len[i], n_accepted[i], next_token[i],
+                                    res.ids[len(res.ids) - delivered :], res.origins[len(res.ids) - delivered :])))
             if res.finish:
                 self.active.remove(r)
+        return cycles
 
     # ----- beginning and end of a request -------------------------------------------------------------------------------
 
     def prefill(self, request):
         """Run the prompt through the target in pieces, fill the drafter's context, draw the first token."""
-        begin, prompt = time.perf_counter(), request.prompt
+        prompt = request.prompt
         layers = self.drafter.feature_layers if self.drafter else ()
         for i in range(0, len(prompt), PREFILL_ROWS):
             piece = torch.tensor(prompt[i : i + PREFILL_ROWS], device=self.target.device)
@@ -223,9 +220,6 @@ class Engine:
         self.deliver(request, first, ["first"])  # it may already be the end
         if request.result.finish:
             self.active.remove(request)
-        if self.on_cycle:
-            self.on_cycle(request, None)
-        self.ledger["prefill"] += time.perf_counter() - begin
 
     def deliver(self, request, tokens, origins):
         """Append tokens up to the request's end, wherever in the block that falls; returns how many were delivered."""
@@ -279,18 +273,22 @@ class Engine:
         return tuple(torch.tensor(x, dtype=torch.float64, device=counts.device).repeat_interleave(counts) for x in zip(*wanted))
 
 
-def generate(target, drafter, prompts, *, sampling=None, gamma=None, policy=None, encoding=None, on_cycle=None) -> list[Result]:
+def generate(
+    target, drafter, prompts, *, sampling=None, gamma=None, policy=None, encoding=None, on_cycle=None, **settings
+) -> list[Result]:
     """Answer prompts (lists of token ids) together, in one batch.
 
     drafter    None: plain decoding.      gamma   draft tokens a cycle (default: the drafter's trained block; 0: none).
-    sampling   one Sampling for all, or one per prompt.      encoding   a tiktoken.Encoding, for text and stop strings.
+    sampling   one Sampling per prompt; or give its fields by name, for all prompts alike: temperature=0.7, max_new_tokens=64.
+    encoding   a tiktoken.Encoding, for text and stop strings.
     policy     confidence (R, G) -> verify lengths (R,), scheduler.py; default: verify whole blocks. Algorithm 1 lets the load
                decide, so at temperature > 0 the draws, though not their law, then depend on who shares the batch.
     on_cycle   called as on_cycle(request, Cycle), and with None after its prefill. KeyboardInterrupt ends the run: what was
                produced is returned, with finish "cancelled".
     Raises ValueError for what cannot be run.
     """
-    sampling = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, (list, tuple)) else list(sampling)
+    if isinstance(sampling, Sampling) or sampling is None:
+        sampling = [replace(sampling or Sampling(), **settings)] * len(prompts)
     check(target, drafter, prompts, sampling, gamma, encoding)
     G = 0 if drafter is None else drafter.gamma if gamma is None else gamma
     requests = [
@@ -301,7 +299,9 @@ def generate(target, drafter, prompts, *, sampling=None, gamma=None, policy=None
     engine = Engine(target, drafter if G else None, requests, max_len, G, policy, encoding, on_cycle)
     try:
         for request in requests:
-            engine.prefill(request)
+            engine.timed("prefill", engine.prefill, request)
+            if on_cycle:
+                on_cycle(request, None)
         while engine.active:
             engine.step()
     except KeyboardInterrupt:

@@ -251,6 +251,8 @@ class Target(nn.Module):
         """The forward without the head: (normed last hidden state (N, D), features (N, m * D))."""
         assert tokens.shape == slots.shape == positions.shape and tokens.ndim == 1, "rows are three (N,) tensors"
         rows = Rows(slots, positions, self.dtype)
+        known = range(self.config.n_layers)
+        assert list(feature_layers) == sorted(set(feature_layers) & set(known)), "feature layers: rising, without repeats"
         assert rows.hi <= cache.shape[0] and rows.length <= cache.shape[1], "a row lies outside the cache"
         cos, sin = self.cos[positions][:, None].to(self.dtype), self.sin[positions][:, None].to(self.dtype)  # (N, 1, h)
         x = self.embed(tokens)  # (N, D)

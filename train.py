@@ -10,6 +10,7 @@ Letters  B dialogues, L their padded length, A anchors each, G block length, M v
 """
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -142,8 +143,8 @@ def evaluate(drafter, features, dialogues, decay):
         if cold.any():
             rows = cold[batch[3].nonzero()[:, 0]]
             greedy.append(tau_by_position(agree[rows], batch[3][cold]))
-    one, zero = torch.stack(at_one).nanmean(0), torch.stack(greedy).nanmean(0)
-    return dict(tau_t1=1 + one.sum().item(), tau_t0=1 + zero.sum().item(), accept_t1=[round(v, 4) for v in one.tolist()],
+    one, zero = torch.stack(at_one).nanmean(0), torch.stack(greedy).nanmean(0) if greedy else torch.zeros(0)
+    return dict(tau_t1=1 + one.sum().item(), tau_t0=1 + zero.sum().item() if greedy else None, accept_t1=[round(v, 4) for v in one.tolist()],
                 accept_t0=[round(v, 4) for v in zero.tolist()], confidence_error=torch.stack(conf_error).mean().item())
 
 
@@ -167,6 +168,12 @@ def fit(args):
     torch.manual_seed(args.seed)
     training, held_out = corpus.read(args.data)
     target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    if len(training) < args.batch:
+        raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
+    if not 1 <= args.draft_vocab <= target.config.vocab_size:
+        raise ValueError(f"--draft-vocab {args.draft_vocab}: must be in 1..{target.config.vocab_size}")
+    if not all(0 <= i < target.config.n_layers - 1 for i in args.feature_layers):
+        raise ValueError(f"feature layers {args.feature_layers}: must be in 0..{target.config.n_layers - 2} (never the last)")
     counts = torch.bincount(torch.cat([d.ids[d.answer :] for d in training]), minlength=target.config.vocab_size)
     draft_ids = counts.topk(args.draft_vocab).indices.sort().values
     coverage = counts[draft_ids].sum().item() / counts.sum().item()
@@ -181,6 +188,8 @@ def fit(args):
     checkpoint, update, history, spent = args.data / f"{args.name}.ckpt", 0, [], 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
+        if not torch.equal(state["draft_ids"], draft_ids):
+            raise ValueError(f"{checkpoint} is of another draft vocabulary (other data?): choose another --name, or delete it")
         drafter.load_state_dict(state["drafter"])
         for o, s in zip(optimizers, state["optimizers"]):
             o.load_state_dict(s)
@@ -197,7 +206,7 @@ def fit(args):
         batch = make_batch(part, [features.get(d) for d in part], args.anchors, drafter.gamma,
                            np.random.default_rng([args.seed, update, 1]))
         progress = update / args.updates
-        scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * np.cos(np.pi * progress)) + 1e-3
+        scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * math.cos(math.pi * progress)) + 1e-3
         loss, accept, agree, _ = losses(drafter, batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
         for o in optimizers:
             o.zero_grad()
@@ -222,7 +231,7 @@ def fit(args):
         if time.time() - saved > 120 or update == args.updates:
             saved = time.time()
             state = dict(drafter=drafter.state_dict(), optimizers=[o.state_dict() for o in optimizers], update=update,
-                         history=history, spent=spent + time.time() - begin)
+                         history=history, spent=spent + time.time() - begin, draft_ids=draft_ids)
             torch.save(state, f"{checkpoint}.part")
             Path(f"{checkpoint}.part").replace(checkpoint)
     record = dict(settings={k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"},
