@@ -1,6 +1,6 @@
 """Tokens per second of plain, fixed and scheduled decoding, one request at a time, on this machine (Eq. 1).
 
-    python bench.py                         30 prompts (math, code, chat), greedy and temperature 1, three repeats
+    python bench.py                         24 prompts (math, code, chat), greedy and temperature 1, three repeats: 25 minutes
     python bench.py --quick                 a smaller set, within two minutes
     python bench.py --prompts FILE.jsonl    anybody's prompts: objects with "prompt" or "turns", and "domain" if they like
 
@@ -14,7 +14,6 @@ Output   a table per temperature, the ledger in ms per cycle, and as last line J
 """
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -73,14 +72,14 @@ def machine(setup) -> dict:
 
 def policies(setup, args, temperature):
     """name -> (drafter, gamma, policy) for dspark.generate. The losing ones are shown too."""
-    gamma = args.gamma or setup.drafter.gamma
-    lengths = sorted({2, min(4, gamma), gamma} - {0, 1}) if gamma > 1 else [gamma]
+    drafter, gamma = setup.drafter, args.gamma or setup.drafter.gamma
     out = {"plain": (None, None, None)}
-    out |= {f"fixed {g}": (setup.drafter, g, None) for g in lengths if g <= gamma}
-    out |= {f"threshold {args.threshold} of {gamma}": (
-        setup.drafter, gamma, cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold))}
-    out |= {f"scheduled {g}": (setup.drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature)) for g in lengths[-2:]}
-    return out
+    out |= {f"fixed {g}": (drafter, g, None) for g in sorted({min(4, gamma), gamma})}
+    threshold = cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold)
+    out |= {f"threshold {args.threshold} of {gamma}": (drafter, gamma, threshold)}
+    out |= {f"scheduled {gamma}": (drafter, gamma, cli.make_policy("scheduled", setup, gamma, 1, temperature))}
+    wanted = args.policies or ["plain", "fixed", "threshold", "scheduled"]
+    return {name: value for name, value in out.items() if name == "plain" or any(name.startswith(w) for w in wanted)}
 
 
 def answer(*args, **kw):
@@ -179,6 +178,7 @@ def main():
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--gamma", type=int, help="longest block (default: the drafter's trained one)")
     p.add_argument("--threshold", type=float, default=0.4)
+    p.add_argument("--policies", nargs="+", choices=["fixed", "threshold", "scheduled"], help="beside plain (default: all)")
     p.add_argument("--target"), p.add_argument("--drafter"), p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
     args = p.parse_args()
@@ -198,7 +198,7 @@ def run(args):
     if args.quick:
         domains = list(dict.fromkeys(d for d, _ in prompts))
         prompts = [x for d in domains for x in [y for y in prompts if y[0] == d][:2]][:6]
-        args.repeats, args.max_new_tokens = 1, 64
+        args.repeats, args.max_new_tokens, args.policies = 1, 64, args.policies or ["fixed", "scheduled"]
     keep_freed_memory()
     setup = cli.load(args.target, args.drafter, args.device, args.dtype)
     if setup.drafter is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -92,22 +93,31 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
         return Setup(model, None, encoding, {})
     path = Path(drafter or DRAFTER)
     record = path.with_suffix(".json")
-    known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
-    return Setup(model, drafting.load(path, model), encoding, {float(t): v for t, v in known.items()})
+    try:
+        known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
+        calibration = {float(t): v for t, v in known.items()}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{record} is not a drafter's record: restore it, or run 'python train.py calibrate'")
+    return Setup(model, drafting.load(path, model), encoding, calibration)
 
 
 def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, again=False):
     """The policy that a name stands for; None: generate()'s own default, whole blocks."""
     if name == "plain":
         return lambda confidence: scheduler.fixed(confidence, 0)
+    sts = nearest_sts(setup, temperature)
     if name == "threshold":
-        return lambda confidence: scheduler.threshold(confidence, threshold)
+        return lambda c: scheduler.threshold(c if sts is None else scheduler.apply_sts(c, sts), threshold)
     if name == "fixed" or not gamma:
         return None
     sps = dspark.cached_sps(setup.target, n_requests, gamma, smollm2.cache_dir() / "sps.json", again)
-    # calibrated per sampling temperature: the nearest one that was fitted
+    return dspark.scheduled(sps, sts)
+
+
+def nearest_sts(setup, temperature):
+    """STS temperatures (G,) of the sampling temperature nearest to this one among those fitted; None: never calibrated."""
     nearest = min(setup.calibration, key=lambda t: abs(t - temperature), default=None)
-    return dspark.scheduled(sps, setup.calibration.get(nearest))
+    return setup.calibration.get(nearest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,8 +130,8 @@ class Streamer:
     A character may take several tokens, and what may yet turn out to be the beginning of a stop string has to wait.
     """
 
-    def __init__(self, console, encoding, trace):
-        self.console, self.encoding, self.trace = console, encoding, trace
+    def __init__(self, console, encoding, trace, sts=None):
+        self.console, self.encoding, self.trace, self.sts = console, encoding, trace, sts
         self.n, self.length = 0, 0  # tokens and characters shown so far
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -151,13 +161,13 @@ class Streamer:
         if cycle is None:
             return Text(f"prefill draws {show(result.ids[0]) if result.ids else 'a stop string'}", "dim")
         text = Text(f"{result.cycles:3d} {show(cycle.anchor)} ->")
-        survival = 1.0
-        for k, (token, c) in enumerate(zip(cycle.draft, cycle.confidence)):
-            survival *= c
+        c = np.array([cycle.confidence])  # (1, G), calibrated as the scheduler sees it
+        c = scheduler.apply_sts(c, self.sts) if self.sts is not None and c.size else c
+        for k, (token, c_k, a_k) in enumerate(zip(cycle.draft, c[0], c[0].cumprod())):
             if k == cycle.verify_len:
                 text.append(" |", "bold")  # the scheduler cut here
             style = "green" if k < cycle.n_accepted else "red strike" if k < cycle.verify_len else "dim"
-            text.append(" ").append(show(token), style).append(f" c={c:.2f} a={survival:.2f}", "dim")
+            text.append(" ").append(show(token), style).append(f" c={c_k:.2f} a={a_k:.2f}", "dim")
         kind = "bonus" if cycle.n_accepted == cycle.verify_len else "correction"
         return text.append(f"  accepted {cycle.n_accepted}/{cycle.verify_len}, {kind} ").append(show(cycle.next_token), STYLES[kind])
 
@@ -236,6 +246,8 @@ def run(args):
         raise ValueError('an empty prompt: use --prompt "your question", or pipe it in')
     if not 0 <= args.threshold <= 1:
         raise ValueError(f"--threshold {args.threshold}: must be in [0, 1]")
+    if args.trace and (args.json or len(prompts) > 1):
+        raise ValueError("--trace shows one prompt, and no JSON: leave out the rest")
     keep_freed_memory()
     setup = load(args.target, "none" if args.policy == "plain" else args.drafter, args.device, args.dtype)
     target, drafter, encoding = setup.target, setup.drafter, setup.encoding
@@ -243,7 +255,7 @@ def run(args):
     sampling = [dspark.Sampling(args.temperature, args.top_k, args.top_p, args.seed + i, args.max_new_tokens, tuple(args.stop))
                 for i in range(len(ids))]
     dspark.check(target, drafter, ids, sampling, args.gamma, encoding)
-    gamma = 0 if drafter is None else drafter.gamma if args.gamma is None else args.gamma
+    gamma = dspark.block_length(drafter, args.gamma)
     policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile)
     # first calls of every shape build kernels: not part of any figure
     warm = dspark.Sampling(max_new_tokens=min(12, args.max_new_tokens))
@@ -252,7 +264,7 @@ def run(args):
 
     console = Console(highlight=False)
     alone = len(ids) == 1 and not args.json
-    streamer = Streamer(console, encoding, args.trace) if alone else None
+    streamer = Streamer(console, encoding, args.trace, nearest_sts(setup, args.temperature)) if alone else None
     results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=args.gamma, policy=policy, encoding=encoding,
                               on_cycle=streamer)
     stopped = cancelled(results)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import smollm2
+from verify import logits_to_probs, sample
 
 HELD_OUT = 50  # every 50th dialogue of a shard
 
@@ -45,18 +46,6 @@ OPENINGS = {
 # Answers at the temperatures that people decode with, half of them greedy or nearly.
 TEMPERATURES, SHARES = (0.0, 0.3, 0.7, 1.0), (0.35, 0.15, 0.2, 0.3)
 QUESTION_TEMPERATURE = 0.8  # at 1 a small model's questions fall apart
-
-
-
-def sample_rows(logits, temperature, generator):
-    """logits (S, V), temperature (S,) -> ids (S,). Inverse CDF; a row at temperature 0 takes its argmax."""
-    ids = logits.argmax(-1)
-    hot = (temperature > 0).nonzero()[:, 0]
-    if len(hot):
-        cdf = torch.softmax(logits[hot] / temperature[hot, None], dim=-1).cumsum(-1)
-        u = torch.rand(len(hot), 1, generator=generator) * cdf[:, -1:]
-        ids[hot] = torch.searchsorted(cdf, u, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return ids
 
 
 @dataclass
@@ -101,7 +90,8 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
         places = torch.tensor([len(w.ids) - 1 for w in live.values()])
         temperature = torch.tensor([w.temperature if w.answer else QUESTION_TEMPERATURE for w in live.values()])
         logits, _ = target(newest, torch.tensor(list(live)), places, cache)
-        drawn = sample_rows(logits, temperature, generator).tolist()
+        u = torch.rand(len(live), generator=generator, dtype=torch.float64)
+        drawn = sample(logits_to_probs(logits, temperature), u).tolist()
         for (slot, w), token in zip(list(live.items()), drawn):
             given = bool(w.forced)
             token = w.forced.pop(0) if given else token

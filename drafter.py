@@ -15,6 +15,7 @@ Letters  R requests, G draft positions, N rows, D width, m feature layers, V voc
 Alone    python drafter.py    (a tiny random drafter proposes for a tiny random target)
 """
 import json
+import os
 from dataclasses import asdict, dataclass
 
 import torch
@@ -133,6 +134,7 @@ class Drafter(nn.Module):
         for k in range(G):  # the sequential part: one lookup, one r x K product and one draw per position
             previous.append(self.head.W1(self.w1_row[token]))
             code, state = self.head.step(previous[k], h[:, k], state)
+            # Eq. 4: p_k = softmax(U_k + B(x_<k)), then temperature and filters
             probs.append(logits_to_probs(U[:, k] + self.head.W2(code), temperature, top_k, top_p))
             token = self.draft_ids[sample(probs[k], u[:, k])]
             tokens.append(token)
@@ -142,7 +144,7 @@ class Drafter(nn.Module):
     # ----- the pieces, shared with training ----------------------------------------------------------------------------
 
     def rotation(self, positions):
-        """cos and sin (.., 1, h) in the drafter's dtype."""
+        """cos and sin (.., 1, d of a head) in the drafter's dtype."""
         return (table[positions].unsqueeze(-2).to(self.mask.dtype) for table in (self.cos, self.sin))
 
     def context(self, features):
@@ -150,7 +152,9 @@ class Drafter(nn.Module):
         return self.context_norm(self.context_proj(features))
 
     def context_kv(self, layer, context, cos, sin):
-        """The layer's keys and values of the context: its own W_k and W_v, the same as for the block (Eq. 3)."""
+        """H_ctx (.., D) -> the layer's keys and values (.., J, d) of the context, by the same W_k and W_v as the block's (Eq. 3).
+
+        H_ctx is normed already (Eq. 2); the layer's own norm is for the block's hidden states."""
         attn, t = layer.attn, self.target_config
         kv = F.linear(context, attn.qkv.weight[t.n_heads * t.head_dim :]).unflatten(-1, (-1, t.head_dim))
         k, v = kv.chunk(2, dim=-2)
@@ -240,14 +244,12 @@ def from_target(config: DrafterConfig, target: Target, draft_ids) -> Drafter:
     return drafter
 
 
-def save(drafter: Drafter, path, note: dict = {}):
-    """bf16 safetensors, with configuration, draft_ids and `note` in the file, so that one file is one drafter."""
+def save(drafter: Drafter, path):
+    """bf16 safetensors with configuration and draft_ids in the file, so that one file is one drafter."""
     tensors = {name: p.detach().to(torch.bfloat16).contiguous().cpu() for name, p in drafter.named_parameters()}
     tensors["draft_ids"] = drafter.draft_ids.to(torch.int32).cpu()
     part = f"{path}.part"
-    save_file(tensors, part, metadata={"config": json.dumps(asdict(drafter.config)), "note": json.dumps(note)})
-    import os
-
+    save_file(tensors, part, metadata={"config": json.dumps(asdict(drafter.config))})
     os.replace(part, path)  # whole or not at all
 
 

@@ -1,18 +1,23 @@
-"""DSpark: confidence-scheduled speculative decoding, the engine and the command line (arXiv 2607.05147, Fig. 1, Eq. 1).
+"""DSpark: confidence-scheduled speculative decoding, the engine that runs the cycle (arXiv 2607.05147, Fig. 1, Eq. 1).
 
     python dspark.py --prompt "Why is the sky blue?"         stream an answer, then what it cost and what it saved
-    python dspark.py --prompt "..." --trace                  one line a cycle: draft, confidence, cut, verdict
+    python dspark.py --prompt "..." --trace                  one line a cycle: draft, confidence, cut, verdict     (cli.py)
 
 Glossary, used in every file
   anchor         x_0: the newest token. It is committed, but the target has not run on it yet
-  draft tokens   x_1 .. x_G, proposed by the drafter in one go
+  draft tokens   x_1 .. x_G, a block proposed by the drafter in one go; G is the paper's gamma
+  cycle          draft a block, decide how much of it to verify, verify that, commit what was won
+  p_target, p_draft   the two models' distributions over the next token, after temperature, top-k and top-p
   confidence     c_k: chance that x_k is accepted if all before it were. survival a_k = c_1 c_2 .. c_k
   verify length  l: how many draft tokens the scheduler sends to the target, 0 (plain decoding) to G
   accepted       draft tokens that passed the test of verify.py
   correction     the target's token in place of the first rejected draft token
-  bonus          the target's token after a block that passed whole
+  bonus          the target's token after all scheduled draft tokens passed, be they all of the block or none
   committed      part of the output for good
   tau            tokens gained per cycle, the target's own token (correction or bonus) included
+  row, slot      a row is one token in a target pass; a slot is a request's place in the caches
+  features       hidden states of a few target layers, which the drafter reads as its context
+  SPS(N)         target steps per second when a step runs N rows: what the scheduler weighs survival against
 Latency per token is (T_draft + T_verify) / tau (Eq. 1): everything here either shortens a cycle or lengthens its harvest.
 
 State    per request: its tokens. Both caches hold exactly the tokens before the anchor, so cached = len(tokens) - 1: asserted
@@ -20,6 +25,7 @@ State    per request: its tokens. Both caches hold exactly the tokens before the
 Letters  R requests, G draft positions, N = sum(1 + l) packed rows, V vocabulary.
 """
 import json
+import platform
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +56,7 @@ class Sampling:
 
 @dataclass
 class Result:
-    """One request's answer and its account. Counts are of delivered tokens only."""
+    """One request's answer and its account. tau and accepted_at count delivered tokens only."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -116,9 +122,9 @@ class Cycle:
 class Engine:
     """Requests, two caches and one cycle. drafter=None is plain decoding: a block of no draft tokens through the same code."""
 
-    def __init__(self, target, drafter, requests, max_len, gamma=None, policy=None, encoding=None, on_cycle=None):
+    def __init__(self, target, drafter, requests, max_len, gamma, policy=None, encoding=None, on_cycle=None):
         self.target, self.drafter, self.encoding, self.on_cycle = target, drafter, encoding, on_cycle
-        self.gamma = 0 if drafter is None else drafter.gamma if gamma is None else gamma
+        self.gamma = gamma
         self.policy = policy or (lambda confidence: scheduler.fixed(confidence, self.gamma))
         self.active = list(requests)
         self.cache = target.new_cache(len(requests), max_len)
@@ -141,11 +147,14 @@ class Engine:
     def timed(self, name, phase, *args):
         begin = time.perf_counter()
         result = phase(*args)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()  # else the work would be booked on whoever waits for it
         self.ledger[name] += time.perf_counter() - begin
         return result
 
     def draft(self):
-        """G draft tokens for every request, and the uniforms that will judge them: drawn apart, from independent streams."""
+        """G draft tokens for every request, and the uniforms that will judge them. No number serves both: a token and its
+        judge must be independent."""
         R, G = len(self.active), self.gamma
         u = torch.stack([torch.rand(2 * G + 1, generator=r.random, dtype=torch.float64) for r in self.active])
         u = u.to(self.target.device)
@@ -279,7 +288,8 @@ def generate(
     """Answer prompts (lists of token ids) together, in one batch.
 
     drafter    None: plain decoding.      gamma   draft tokens a cycle (default: the drafter's trained block; 0: none).
-    sampling   one Sampling per prompt; or give its fields by name, for all prompts alike: temperature=0.7, max_new_tokens=64.
+    sampling   one Sampling, or one per prompt; or give its fields by name, for all prompts alike: temperature=0.7, max_new_tokens=64
+               (then prompt i draws with seed + i, so that the same prompt twice gets two answers).
     encoding   a tiktoken.Encoding, for text and stop strings.
     policy     confidence (R, G) -> verify lengths (R,), scheduler.py; default: verify whole blocks. Algorithm 1 lets the load
                decide, so at temperature > 0 the draws, though not their law, then depend on who shares the batch.
@@ -287,10 +297,15 @@ def generate(
                produced is returned, with finish "cancelled".
     Raises ValueError for what cannot be run.
     """
-    if isinstance(sampling, Sampling) or sampling is None:
-        sampling = [replace(sampling or Sampling(), **settings)] * len(prompts)
+    if sampling is None:
+        settings = Sampling(**settings)
+        sampling = [replace(settings, seed=settings.seed + i) for i in range(len(prompts))]
+    elif settings:
+        raise ValueError(f"give sampling or {', '.join(settings)}, not both")
+    elif isinstance(sampling, Sampling):
+        sampling = [sampling] * len(prompts)
     check(target, drafter, prompts, sampling, gamma, encoding)
-    G = 0 if drafter is None else drafter.gamma if gamma is None else gamma
+    G = block_length(drafter, gamma)
     requests = [
         Request(list(prompt), s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G))
         for slot, (prompt, s) in enumerate(zip(prompts, sampling))
@@ -312,6 +327,11 @@ def generate(
     for request in requests:
         request.result.ledger = dict(engine.ledger)
     return [request.result for request in requests]
+
+
+def block_length(drafter, gamma) -> int:
+    """Draft tokens a cycle: none without a drafter, the trained block unless told otherwise."""
+    return 0 if drafter is None else drafter.gamma if gamma is None else gamma
 
 
 def check(target, drafter, prompts, sampling, gamma, encoding):
@@ -349,7 +369,10 @@ def check(target, drafter, prompts, sampling, gamma, encoding):
 
 @torch.inference_mode()
 def measure_sps(target, n_requests, gamma, context=256):
-    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2)."""
+    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2).
+
+    The target's pass alone: softmax and the acceptance test, a few per cent of a step, are not in it.
+    """
     context = min(context, target.config.max_len - gamma - 1)
     cache = target.new_cache(n_requests, context + gamma + 1)
 
@@ -364,9 +387,10 @@ def measure_sps(target, n_requests, gamma, context=256):
 
 
 def cached_sps(target, n_requests, gamma, path: Path, again=False):
-    """measure_sps, kept in a JSON file by what it depends on: model, dtype, device, threads, requests, block."""
+    """measure_sps, kept in a JSON file by what it depends on: machine, model, dtype, device, threads, requests, block."""
     c = target.config
-    key = f"{c.n_layers}x{c.d_model} {target.dtype} {target.device} threads {torch.get_num_threads()} R {n_requests} G {gamma}"
+    key = (f"{platform.node()} torch {torch.__version__} {c.n_layers}x{c.d_model} {target.dtype} {target.device} threads "
+           f"{torch.get_num_threads()} R {n_requests} G {gamma}")
     try:
         known = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or not ours: measure

@@ -6,12 +6,13 @@ In       tokens, slots, positions: three (N,) tensors, sorted by slot, positions
 Out      logits (N, V) in float32 and the features the drafter reads: hidden states of chosen layers, (N, m * D).
 State    KVCache, preallocated, indexed [slot, position]. Attention lets a row see cached positions <= its own, so whatever
          lies beyond is invisible: taking tokens back (a rejected draft) needs no copying, it is just a smaller length.
-Letters  N rows, S slots, T rows of one slot (padded), L cached positions, D width, H query heads, K key/value heads, h head
-         width, V vocabulary, m feature layers.
+Letters  N rows, S slots, T rows of one slot (padded), L cached positions, D width, H query heads, J key/value heads, d width
+         of a head, V vocabulary, m feature layers.
 Alone    python target.py    (builds a tiny random model and compares cached with uncached logits)
 """
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -67,25 +68,25 @@ def rope_table(max_len: int, head_dim: int, base: float):
 
 
 def rope(x, cos, sin):
-    """Rotate x (.., heads, h) by its position's cos and sin (.., 1, h)."""
+    """Rotate x (.., heads, d) by its position's cos and sin (.., 1, d)."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
 def attend(q, k, v, mask):
-    """Grouped-query attention. q (S, T, H, h), k and v (S, L, K, h), mask (S, T, L) additive or None -> (S, T, H * h).
+    """Grouped-query attention. q (S, T, H, d), k and v (S, L, J, d), mask (S, T, L) additive or None -> (S, T, H * d).
 
-    The H / K query heads that share a key head are laid side by side as more rows of that head, so each key and value is
+    The H / J query heads that share a key head are laid side by side as more rows of that head, so each key and value is
     read once, not once per query head.
     """
-    S, T, H, h = q.shape
-    K = k.shape[2]
-    group = H // K
-    q = q.view(S, T, K, group, h).permute(0, 2, 3, 1, 4).reshape(S, K, group * T, h)
+    S, T, H, d = q.shape
+    J = k.shape[2]
+    group = H // J
+    q = q.view(S, T, J, group, d).permute(0, 2, 3, 1, 4).reshape(S, J, group * T, d)
     if mask is not None:
         mask = mask[:, None, None].expand(S, 1, group, T, mask.shape[-1]).reshape(S, 1, group * T, -1)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
-    return out.view(S, K, group, T, h).permute(0, 3, 1, 2, 4).reshape(S, T, H * h)
+    return out.view(S, J, group, T, d).permute(0, 3, 1, 2, 4).reshape(S, T, H * d)
 
 
 class Attention(nn.Module):
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def project(self, x, cos, sin):
-        """x (.., D) -> q (.., H, h), k (.., K, h), v (.., K, h), with q and k normed and rotated."""
+        """x (.., D) -> q (.., H, d), k (.., J, d), v (.., J, d), with q and k normed and rotated."""
         c = self.c
         heads = self.qkv(x).unflatten(-1, (-1, c.head_dim))
         q, k, v = heads.split([c.n_heads, c.n_kv_heads, c.n_kv_heads], dim=-2)
@@ -113,7 +114,7 @@ class Attention(nn.Module):
 
 
 class KVCache:
-    """Keys and values of `slots` requests, each up to `max_len` positions: k[layer] is (slots, max_len, K, h).
+    """Keys and values of `slots` requests, each up to `max_len` positions: k[layer] is (slots, max_len, J, d).
 
     Holds no lengths: who owns the request knows how far it has come, and rows only ever see positions <= their own.
     """
@@ -124,7 +125,7 @@ class KVCache:
         self.v = [torch.zeros_like(k) for k in self.k]
 
     def write(self, layer, rows, k, v):
-        """Store k and v (N, K, h) at each row's [slot, position]."""
+        """Store k and v (N, J, d) at each row's [slot, position]."""
         if rows.one_run is not None:  # one request, consecutive positions: a slice is cheaper than an index
             slot, first, last = rows.one_run
             self.k[layer][slot, first:last], self.v[layer][slot, first:last] = k, v
@@ -133,7 +134,7 @@ class KVCache:
             self.v[layer][rows.slots, rows.positions] = v
 
     def read(self, layer, rows):
-        """Views (S, L, K, h) over the slots and positions that any row can see; nothing is copied."""
+        """Views (S, L, J, d) over the slots and positions that any row can see; nothing is copied."""
         lo, hi, L = rows.lo, rows.hi, rows.length
         return self.k[layer][lo:hi, :L], self.v[layer][lo:hi, :L]
 
@@ -165,14 +166,22 @@ class Rows:
         self.full = S * self.T == N  # every slot has the same number of rows: the grid is a reshape
         if not self.full:
             self.index = (slots - self.lo) * self.T + torch.tensor(column, device=slots.device)  # (N,) places in the grid
-        self.mask = None
-        if self.full and min(sees_list) == self.length - 1:
-            return  # every row sees every key (plain decoding of one request, a draft block): no mask to build or to add
-        sees = positions if sees is None else sees
-        sees = sees if self.full else sees.new_zeros(S * self.T).index_copy(0, self.index, sees)  # a padded row sees key 0
-        hidden = torch.arange(self.length, device=slots.device) > sees[:, None]  # (S * T, L)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device).masked_fill_(hidden, float("-inf"))
-        self.mask = mask.view(S, self.T, self.length)
+        self.all_seen = self.full and min(sees_list) == self.length - 1
+        self.sees, self.dtype = positions if sees is None else sees, dtype
+
+    @cached_property
+    def mask(self):
+        """Additive (S, T, L), or None where every row sees every key: plain decoding of one request, a draft block.
+
+        Made on first use: rows that are only written to a cache never need it."""
+        if self.all_seen:
+            return None
+        sees = self.sees
+        if not self.full:
+            sees = sees.new_zeros((self.hi - self.lo) * self.T).index_copy(0, self.index, sees)  # a padded row sees key 0
+        hidden = torch.arange(self.length, device=sees.device) > sees[:, None]  # (S * T, L)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=sees.device).masked_fill_(hidden, float("-inf"))
+        return mask.view(-1, self.T, self.length)
 
     def to_grid(self, x):
         """(N, ..) -> (S, T, ..)"""
@@ -254,7 +263,7 @@ class Target(nn.Module):
         known = range(self.config.n_layers)
         assert list(feature_layers) == sorted(set(feature_layers) & set(known)), "feature layers: rising, without repeats"
         assert rows.hi <= cache.shape[0] and rows.length <= cache.shape[1], "a row lies outside the cache"
-        cos, sin = self.cos[positions][:, None].to(self.dtype), self.sin[positions][:, None].to(self.dtype)  # (N, 1, h)
+        cos, sin = self.cos[positions][:, None].to(self.dtype), self.sin[positions][:, None].to(self.dtype)  # (N, 1, d)
         x = self.embed(tokens)  # (N, D)
         features = []
         for i, layer in enumerate(self.layers):

@@ -34,8 +34,10 @@ from target import keep_freed_memory
 def make_batch(dialogues, features, n_anchors, G, rng):
     """Pad B dialogues and their features to length L, choose A anchors in each answer and mark the labels that exist.
 
-    Slot k of anchor a predicts token a + k, whose target distribution stands at row a + k - 1. Labels past the end of a
-    dialogue are masked: always a suffix of the block. Anchors start at the answer's first token, as in decoding.
+    Slots count from 0 here: slot k of anchor a predicts token a + k + 1, and row a + k holds the target's distribution of it.
+    Labels past the end of a dialogue are masked: always a suffix of the block. Anchors start at the answer's first token, as
+    in decoding. -> tokens (B, L), features (B, L, m * D), anchors (B, A), valid (B, A, G), and per label row, (M, ..): k, label,
+    last and normaliser of the target's row.
     """
     B, L = len(dialogues), max(len(d.ids) for d in dialogues)
     tokens, anchors = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, n_anchors, dtype=torch.long)
@@ -43,8 +45,8 @@ def make_batch(dialogues, features, n_anchors, G, rng):
     valid = torch.zeros(B, n_anchors, G, dtype=torch.bool)
     for b, (d, (f, _, _)) in enumerate(zip(dialogues, features)):
         tokens[b, : len(d.ids)], stacked[b, : len(d.ids)] = d.ids, f
-        room = np.arange(d.answer, len(d.ids) - 1)
-        chosen = torch.from_numpy(np.sort(rng.permutation(room)[:n_anchors]))
+        candidates = np.arange(d.answer, len(d.ids) - 1)
+        chosen = torch.from_numpy(np.sort(rng.permutation(candidates)[:n_anchors]))
         anchors[b, : len(chosen)] = chosen
         valid[b, : len(chosen)] = chosen[:, None] + torch.arange(1, G + 1) < len(d.ids)
     b, a, k = valid.nonzero(as_tuple=True)  # (M,) each
@@ -55,7 +57,14 @@ def make_batch(dialogues, features, n_anchors, G, rng):
 
 
 class DraftLoss(torch.autograd.Function):
-    """Sum over label rows of w (kl KL(p_target | p_draft) + ce CE + tv |p_draft - p_target|_1), and c* of Eq. 8 per row.
+    """The drafting loss over M label rows, with its gradient, and what each row says about acceptance.
+
+        L_ce = -w log p_draft(label)              cross entropy                                        (Sec. 3.3, Eq. 9-12
+        L_tv =  w |p_draft - p_target|_1          total variation, times 2                              and Eq. 8)
+        L_kl = -w sum p_target log p_draft        forward KL but for the target's own entropy: ours, not the paper's
+        c*   = 1 - 0.5 |p_draft - p_target|_1     the chance that a token drawn from p_draft is accepted
+    Returns mix[0] L_kl + mix[1] L_ce + mix[2] L_tv, summed; c* (M,); min(1, p_draft / p_target) of the label (M,); and whether
+    the label is p_draft's argmax (M,). Over the whole vocabulary: outside draft_ids p_draft is 0.
 
     x (M, D + r) = [h ; code], weight (K, D + r) = [head rows ; W2]: logits = x weight^T. The K-wide rows are what a step
     spends its memory traffic on, so a few hundred rows at a time go from logits to gradient while they are in cache, and
@@ -70,17 +79,19 @@ class DraftLoss(torch.autograd.Function):
         r = W2.shape[1]
         grad_x, grad_W2 = torch.empty_like(x), torch.zeros_like(W2)
         total, accept = x.new_zeros((), dtype=torch.float32), torch.empty(len(x))
-        agree = torch.empty(len(x), dtype=torch.bool)
+        agree, passed = torch.empty(len(x), dtype=torch.bool), torch.empty(len(x))
         for i in range(0, len(x), chunk):
             s = slice(i, i + chunk)
             logits, target_logits = F.linear(x[s], weight).float(), F.linear(last[s], head_rows).float()
             agree[s] = logits.argmax(-1) == column[s]
             log_p = logits.log_softmax(-1)
-            p, t = log_p.exp(), target_logits.sub_(normaliser[s, None]).exp_()
+            target_logits -= normaliser[s, None]  # now log p_target
+            p, t = log_p.exp(), target_logits.exp()
             mass = t.sum(-1, keepdim=True)  # of the target inside the draft vocabulary
             accept[s] = torch.minimum(p, t).sum(-1)  # 1 - 0.5 |p - t|_1, the mass outside included
             known = (column[s] >= 0).float()[:, None]  # a label outside the draft vocabulary cannot be drafted: no CE
             col = column[s].clamp(min=0)[:, None]
+            passed[s] = (known * (log_p - target_logits).gather(1, col).clamp(max=0).exp())[:, 0]
             total += (w[s] * (tv * 2 * (1 - accept[s]) - ce * (known * log_p.gather(1, col))[:, 0]
                               - kl * (t * log_p).sum(-1))).sum()
             sign = torch.sign(p - t)
@@ -90,8 +101,8 @@ class DraftLoss(torch.autograd.Function):
             grad_x[s] = g @ weight
             grad_W2 += (g.T @ x[s, -r:]).to(grad_W2.dtype)
         ctx.save_for_backward(grad_x, grad_W2)
-        ctx.mark_non_differentiable(accept, agree)
-        return total, accept, agree
+        ctx.mark_non_differentiable(accept, passed, agree)
+        return total, accept, passed, agree
 
     @staticmethod
     def backward(ctx, g, *_):
@@ -100,7 +111,12 @@ class DraftLoss(torch.autograd.Function):
 
 
 def losses(drafter, batch, mix, decay, through):
-    """Eq. 9-12 over one batch -> (loss, per-row acceptance c*, per-row greedy agreement, per-row confidence)."""
+    """Eq. 9-12 over one batch: L = drafting loss + 1.0 L_conf, L_conf = w BCE(c, c*) with the label c* detached (Eq. 8, 11).
+
+    Position k weighs w_k = exp(-(k-1) / decay), normalised to sum 1 over the batch. mix: weights (kl, ce, tv), the paper's are
+    (0, 0.1, 0.9). through: let L_conf reach the backbone, as the paper's code does.
+    -> loss, and per label row (M,): c*, passed, agree as in DraftLoss, and the confidence logit.
+    """
     tokens, features, anchors, valid, rows = batch
     with torch.autocast("cpu", torch.bfloat16):
         h, code, previous = drafter(features, tokens, anchors)
@@ -109,43 +125,50 @@ def losses(drafter, batch, mix, decay, through):
         w = w / w.sum()
         column = drafter.w1_row[rows["label"]]
         column = torch.where(column < len(drafter.draft_ids), column, -1)
-        loss, accept, agree = DraftLoss.apply(x, drafter.head.W2.weight, drafter.head_rows, rows["last"], rows["normaliser"],
-                                              column, w, mix)
+        loss, accept, passed, agree = DraftLoss.apply(
+            x, drafter.head.W2.weight, drafter.head_rows, rows["last"], rows["normaliser"], column, w, mix
+        )
         # Stop-gradient unless asked otherwise: the confidence loss would bend the backbone away from drafting well
         h, previous = (h, previous) if through else (h.detach(), previous.detach())
         confidence = drafter.confidence_logit(h[valid], previous[valid]).float()
     conf_loss = (w * F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")).sum()
-    return loss + conf_loss, accept, agree, confidence.detach()
+    return loss + conf_loss, accept, passed, agree, confidence.detach()
 
 
-def tau_by_position(value, valid):
-    """value (M,) conditional acceptance of the valid label rows -> unconditional acceptance by position (G,) over blocks.
+def tau_by_position(value, valid, passed=None):
+    """Conditional acceptance (M,) of the valid label rows -> unconditional acceptance by position (G,), averaged over blocks.
 
     Expected tau is 1 + its sum: the target's own token, then each draft token if all before it survive. Only whole blocks
     count, so that every position is averaged over the same ones.
+
+    The labels are the target's tokens, not drafted ones, and easy tokens survive more often than they are written: the product
+    of c* along a text is not survival. But the chance that text x survives in a block is the product of p_target(x_j)
+    min(1, p_draft / p_target)(x_j). So on text drawn from p_target, survival of k is the mean of passed_1 .. passed_{k-1} c*_k.
+    passed defaults to value: right for greedy agreement, where a token passes or it does not.
     """
-    grid = torch.zeros(valid.shape)
+    grid, before = torch.zeros(valid.shape), torch.ones(valid.shape)
     grid[valid] = value.float()
-    return grid[valid.all(-1)].cumprod(-1).mean(0)
+    before[valid] = (value if passed is None else passed).float()
+    before = torch.cat([torch.ones(*valid.shape[:2], 1), before[..., :-1].cumprod(-1)], dim=-1)
+    return (before * grid)[valid.all(-1)].mean(0)
 
 
 @torch.no_grad()
 def evaluate(drafter, features, dialogues, decay):
-    """Held-out tau: at temperature 1 from c*, over all dialogues; greedy from argmax agreement, over the greedy ones."""
-    rng, at_one, greedy, conf_error = np.random.default_rng(0), [], [], []
-    for i in range(0, len(dialogues), 8):
-        part = dialogues[i : i + 8]
-        batch = make_batch(part, [features.get(d) for d in part], 32, drafter.gamma, rng)
-        _, accept, agree, confidence = losses(drafter, batch, (1.0, 0.0, 0.0), decay, False)
-        at_one.append(tau_by_position(accept, batch[3]))
-        conf_error.append((confidence.sigmoid() - accept).abs().mean())
-        cold = torch.tensor([d.temperature == 0 for d in part])
-        if cold.any():
-            rows = cold[batch[3].nonzero()[:, 0]]
-            greedy.append(tau_by_position(agree[rows], batch[3][cold]))
-    one, zero = torch.stack(at_one).nanmean(0), torch.stack(greedy).nanmean(0) if greedy else torch.zeros(0)
-    return dict(tau_t1=1 + one.sum().item(), tau_t0=1 + zero.sum().item() if greedy else None, accept_t1=[round(v, 4) for v in one.tolist()],
-                accept_t0=[round(v, 4) for v in zero.tolist()], confidence_error=torch.stack(conf_error).mean().item())
+    """Held-out expected tau: at temperature 1 over the answers drawn at 1, greedy over the greedy answers (None: there are none)."""
+    out, errors = {}, []
+    for name, temperature in (("t1", 1.0), ("t0", 0.0)):
+        rng, means = np.random.default_rng(0), []
+        chosen = [d for d in dialogues if d.temperature == temperature]
+        for i in range(0, len(chosen), 8):
+            part = chosen[i : i + 8]
+            batch = make_batch(part, [features.get(d) for d in part], 32, drafter.gamma, rng)
+            _, accept, passed, agree, confidence = losses(drafter, batch, (1.0, 0.0, 0.0), decay, False)
+            errors.append((confidence.sigmoid() - accept).abs().mean())
+            means.append(tau_by_position(agree, batch[3]) if temperature == 0 else tau_by_position(accept, batch[3], passed))
+        survived = torch.stack(means).nanmean(0).tolist() if means else []
+        out |= {f"tau_{name}": 1 + sum(survived) if means else None, f"accept_{name}": [round(v, 4) for v in survived]}
+    return out | dict(confidence_error=torch.stack(errors).nanmean().item() if errors else None)
 
 
 def make_optimizers(drafter, lr):
@@ -186,10 +209,16 @@ def fit(args):
     print(f"{len(training)} dialogues, {counts.sum()} answer tokens (draft vocabulary covers {coverage:.1%}), {len(held_out)} held "
           f"out; {n_params / 1e6:.1f} M parameters; {args.updates} updates of {args.batch} x {args.anchors} blocks", flush=True)
     checkpoint, update, history, spent = args.data / f"{args.name}.ckpt", 0, [], 0.0
+    # what a checkpoint has to agree with: everything that the run depends on
+    settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "data", "out", "eval_every")}
+    made_for = repr((sorted(settings.items()), draft_ids.tolist(), len(training)))
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        if not torch.equal(state["draft_ids"], draft_ids):
-            raise ValueError(f"{checkpoint} is of another draft vocabulary (other data?): choose another --name, or delete it")
+        if state["made_for"] != made_for:
+            raise ValueError(f"{checkpoint} was made with other settings or data: choose another --name, or delete it")
+        if state["update"] == args.updates and (args.out / f"{args.name}.safetensors").exists():
+            print(f"{args.name} is trained already; delete {checkpoint} to train it anew")
+            return
         drafter.load_state_dict(state["drafter"])
         for o, s in zip(optimizers, state["optimizers"]):
             o.load_state_dict(s)
@@ -207,7 +236,7 @@ def fit(args):
                            np.random.default_rng([args.seed, update, 1]))
         progress = update / args.updates
         scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * math.cos(math.pi * progress)) + 1e-3
-        loss, accept, agree, _ = losses(drafter, batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
+        loss, accept, passed, _, _ = losses(drafter, batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
         for o in optimizers:
             o.zero_grad()
         loss.backward()
@@ -217,7 +246,7 @@ def fit(args):
                 group["lr"] = args.lr * scale
             o.step()
         update += 1
-        running.append((loss.item(), 1 + tau_by_position(accept, batch[3]).sum().item()))
+        running.append((loss.item(), 1 + tau_by_position(accept, batch[3], passed).sum().item()))
         if update % 20 == 0:
             seconds = (time.time() - begin) / (update - first)
             mean = np.nanmean(running, axis=0)
@@ -226,16 +255,15 @@ def fit(args):
                   f"{(args.updates - update) * seconds / 60:.0f} min left", flush=True)
         if update % args.eval_every == 0 or update == args.updates:
             history.append(dict(update=update, minutes=round((spent + time.time() - begin) / 60, 1),
-                                **evaluate(drafter, features, held_out[:96], args.decay)))
+                                **evaluate(drafter, features, held_out[:200], args.decay)))
             print("held out:", json.dumps(history[-1]), flush=True)
         if time.time() - saved > 120 or update == args.updates:
             saved = time.time()
             state = dict(drafter=drafter.state_dict(), optimizers=[o.state_dict() for o in optimizers], update=update,
-                         history=history, spent=spent + time.time() - begin, draft_ids=draft_ids)
+                         history=history, spent=spent + time.time() - begin, made_for=made_for)
             torch.save(state, f"{checkpoint}.part")
             Path(f"{checkpoint}.part").replace(checkpoint)
-    record = dict(settings={k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"},
-                  parameters=n_params, dialogues=len(training), answer_tokens=counts.sum().item(), draft_coverage=coverage,
+    record = dict(settings=settings, parameters=n_params, dialogues=len(training), answer_tokens=counts.sum().item(), draft_coverage=coverage,
                   trained_positions=args.updates * args.batch * args.anchors * args.gamma, history=history)
     args.out.mkdir(parents=True, exist_ok=True)
     drafting.save(drafter, args.out / f"{args.name}.safetensors")
@@ -321,7 +349,7 @@ def main():
     g = commands.add_parser("generate", help="the target writes dialogues")
     g.add_argument("--sequences", type=int, default=20000)
     g.add_argument("--shard", type=int, default=768, help="dialogues a file")
-    g.add_argument("--slots", type=int, default=96, help="dialogues written at a time")
+    g.add_argument("--slots", type=int, default=128, help="dialogues written at a time")
     g.add_argument("--max-question", type=int, default=64)
     g.add_argument("--max-answer", type=int, default=256)
     g.set_defaults(run=corpus.generate)
@@ -336,7 +364,7 @@ def main():
     f.add_argument("--head", choices=drafting.HEADS, default="markov")
     f.add_argument("--rank", type=int, default=96)
     f.add_argument("--draft-vocab", type=int, default=8192)
-    f.add_argument("--lr", type=float, default=3e-3)
+    f.add_argument("--lr", type=float, default=6e-3)
     f.add_argument("--loss", choices=["kl-then-paper", "kl", "paper"], default="kl-then-paper")
     f.add_argument("--decay", type=float, default=4.0, help="w_k = exp(-(k-1) / decay)")
     f.add_argument("--confidence-through", action="store_true", help="let the confidence loss reach the backbone, as in the paper's code")

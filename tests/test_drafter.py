@@ -564,7 +564,7 @@ def test_from_target_starts_as_the_last_layers_with_no_bias(head):
 def test_save_and_load_round_trip(head, tmp_path):
     """What is loaded is the bf16 rounding of what was saved, in the target's dtype; a second save changes nothing more."""
     target, drafter = make(head, K=40)
-    drafting.save(drafter, tmp_path / "a.safetensors", note=dict(tau=1.5))
+    drafting.save(drafter, tmp_path / "a.safetensors")
     loaded = drafting.load(tmp_path / "a.safetensors", target)
     assert replace(loaded.config, feature_layers=loaded.feature_layers) == drafter.config  # JSON has no tuples
     assert torch.equal(loaded.draft_ids, drafter.draft_ids) and torch.equal(loaded.head_rows, drafter.head_rows)
@@ -576,9 +576,9 @@ def test_save_and_load_round_trip(head, tmp_path):
     features = features_of(9)
     a, b = solo(loaded, features, 5, rand(1, 3)), solo(rounded, features, 5, rand(1, 3))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.p_draft, b.p_draft) and torch.equal(a.confidence, b.confidence)
-    drafting.save(loaded, tmp_path / "b.safetensors", note=dict(tau=1.5))
+    drafting.save(loaded, tmp_path / "b.safetensors")
     with safe_open(tmp_path / "a.safetensors", "pt") as f, safe_open(tmp_path / "b.safetensors", "pt") as g:
-        assert f.metadata() == g.metadata() and json.loads(f.metadata()["note"]) == {"tau": 1.5}
+        assert f.metadata() == g.metadata()
         assert f.keys() == g.keys() and all(torch.equal(f.get_tensor(n), g.get_tensor(n)) for n in f.keys())
     assert not list(tmp_path.glob("*.part"))
     assert next(drafting.load(tmp_path / "a.safetensors", tiny_target()).parameters()).dtype == torch.float32
@@ -639,7 +639,7 @@ def test_files_that_are_no_drafter_for_this_target_give_one_line(tmp_path):
         "other head": (tensors, config.replace("gated", "rnn")), "not JSON": (tensors, "{"),
     }
     for name, (contents, text) in others.items():
-        save_file(contents, path, metadata=None if text is None else {"config": text, "note": "{}"})
+        save_file(contents, path, metadata=None if text is None else {"config": text})
         with pytest.raises(ValueError, match="restore or retrain") as error:
             drafting.load(path, target)
         one_line(error)

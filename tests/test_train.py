@@ -23,6 +23,7 @@ from corpus import Dialogue, extract
 from drafter import Drafter, DrafterConfig
 from target import tiny_target
 from train import DraftLoss, losses, loss_mix, make_batch, tau_by_position
+from verify import logits_to_probs, sample
 
 V, D, RANK = 64, 32, 8
 TOLERANCE = 1e-5
@@ -67,7 +68,7 @@ def by_hand(p, mix, chunk=256):
     column = torch.full((V,), -1)
     column[p.ids] = torch.arange(len(p.ids))
     x, W2 = p.x.clone().requires_grad_(), p.W2.clone().requires_grad_()
-    loss, accept, agree = DraftLoss.apply(x, W2, p.head[p.ids], p.last, p.normaliser, column[p.labels], p.w, mix, chunk)
+    loss, accept, passed, agree = DraftLoss.apply(x, W2, p.head[p.ids], p.last, p.normaliser, column[p.labels], p.w, mix, chunk)
     assert not accept.requires_grad and not agree.requires_grad  # the label of the confidence head is detached
     return loss, accept, agree, *torch.autograd.grad(loss, (x, W2))
 
@@ -165,7 +166,7 @@ def test_losses_equal_the_paper_s_formula_block_by_block(head):
     batch = make_batch(dialogues, features, 4, 3, np.random.default_rng(0))
     mix, decay = (0.3, 0.1, 0.6), 4.0
     for through in (False, True):
-        loss, accept, agree, confidence = losses(drafter, batch, mix, decay, through)
+        loss, accept, passed, agree, confidence = losses(drafter, batch, mix, decay, through)
         drafter.zero_grad()
         loss.backward()
         ours = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
@@ -230,6 +231,23 @@ def test_confidence_loss_reaches_the_backbone_only_if_asked(head):
 ])
 def test_loss_mix(kind, progress, mix):
     assert loss_mix(kind, progress) == pytest.approx(mix, abs=1e-12)
+
+
+def test_survival_on_target_text_is_survival_of_drafts():
+    """Two positions, three ids: survival by enumeration of what is drafted, against the mean over text that the target writes.
+    The product of c* along that text, which would be simpler, is another number."""
+    p_target, p_draft = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+    after = torch.tensor([[0.9, 0.1, 0.0], [0.1, 0.1, 0.8], [0.0, 0.0, 1.0]])  # p_target of the second id, given the first
+    draft_after = torch.tensor([[0.8, 0.1, 0.1], [0.5, 0.4, 0.1], [1.0, 0.0, 0.0]])
+    first, c_2 = torch.minimum(p_target, p_draft), torch.minimum(after, draft_after).sum(-1)
+    true = torch.stack([first.sum(), (first * c_2).sum()])  # the first passes as id x with chance min(p_target, p_draft)(x)
+    accept = torch.stack([first.sum().expand(3), c_2], 1)[:, None]  # (text, anchor, position), one text per first id
+    passed = torch.stack([(p_draft / p_target).clamp(max=1), torch.ones(3)], 1)[:, None]
+    valid = torch.ones(3, 1, 2, dtype=torch.bool)
+    by_text = torch.stack([tau_by_position(accept[i].flatten(), valid[i : i + 1], passed[i].flatten()) for i in range(3)])
+    assert torch.allclose(p_target @ by_text, true)
+    naive = torch.stack([tau_by_position(accept[i].flatten(), valid[i : i + 1]) for i in range(3)])
+    assert abs((p_target @ naive)[1] - true[1]) > 0.02
 
 
 def test_tau_by_position_by_hand():
@@ -503,7 +521,7 @@ def own_sequences(target, n, length, seed):
     ids, cache, slots = torch.randint(V, (n, 1), generator=generator), target.new_cache(n, length), torch.arange(n)
     for at in range(length - 1):
         logits, _ = target(ids[:, -1], slots, torch.full((n,), at), cache)
-        ids = torch.cat([ids, corpus.sample_rows(logits, temperature.float(), generator)[:, None]], dim=1)
+        ids = torch.cat([ids, sample(logits_to_probs(logits, temperature), torch.rand(n, generator=generator, dtype=torch.float64))[:, None]], dim=1)
     return [(ids[i].numpy(), 2, float(temperature[i])) for i in range(n)]
 
 
@@ -604,14 +622,3 @@ def test_optimizers_share_out_every_parameter_once():
         assert sorted(groups[0] + groups[1]) == sorted(id(p) for p in drafter.parameters())
         assert all(p.ndim == 2 for g in muon.param_groups for p in g["params"])
         assert id(drafter.head.W1.weight) in groups[1] and id(drafter.head.W2.weight) in groups[1]
-
-
-def test_sample_rows_draws_from_the_softmax_and_takes_the_argmax_when_cold():
-    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(30000, 3)
-    temperature = torch.tensor([0.0, 1.0, 0.5]).repeat(10000)
-    ids = corpus.sample_rows(logits, temperature, torch.Generator().manual_seed(0))
-    assert (ids[::3] == 2).all()
-    for i, t in ((1, 1.0), (2, 0.5)):
-        share = torch.bincount(ids[i::3], minlength=3) / 10000
-        # 5 standard deviations of a share of 10000 draws, at most 0.005 each: a false alarm in fewer than one of 10^5 seeds
-        assert (share - torch.softmax(logits[0] / t, -1)).abs().max() < 0.025
