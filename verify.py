@@ -118,7 +118,7 @@ def verify_tokens(p_target, p_draft, tokens, verify_len, u, draft_ids=None):
     p_target    (N, V)    packed by request: row k of request r judges tokens[r, k], row verify_len[r] is for its bonus
     p_draft     (R, G, V) what tokens were sampled from, that very tensor; (R, G, K) with draft_ids
     tokens      (R, G)    draft tokens, always target ids
-    verify_len  (R,)      ints 0..G, how many are scheduled; scheduling tokens[r, k] must be decided before it is drawn
+    verify_len  (R,)      ints 0..G, how many are scheduled; tokens[r, k] among them only by what was known before its draw
     u           (R, G+1)  independent uniforms in [0, 1): u[r, k] judges tokens[r, k], u[r, G] draws next_token
     draft_ids   (K,)      target ids of the drafter's reduced vocabulary, ascending; p_draft is zero elsewhere
 
