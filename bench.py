@@ -22,6 +22,7 @@ from statistics import mean, median
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -38,11 +39,11 @@ def read_prompts(path) -> list[tuple[str, str]]:
     """JSONL of {"prompt": str} or {"turns": [str, ..]} (first turn), optional "domain" -> [(domain, prompt)]."""
     prompts = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028, within a string
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also split at U+2028, within a string
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip():  # a blank line, most often the last
             continue
         try:
             item = json.loads(line)
@@ -52,7 +53,10 @@ def read_prompts(path) -> list[tuple[str, str]]:
                 raise ValueError("empty")
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(f'{path}, line {number}: not an object with a non-empty "prompt" or "turns"')
-        prompts.append((str(item.get("domain", item.get("category", "all"))), text))
+        domain = str(item.get("domain", item.get("category", "all"))).encode("utf-8", "replace").decode()
+        if domain == "macro":
+            raise ValueError(f'{path}, line {number}: a domain cannot be called "macro", the name of the mean over domains')
+        prompts.append((domain, text))
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts
@@ -73,8 +77,10 @@ def machine(setup) -> dict:
 def policies(setup, args, temperature):
     """name -> (drafter, gamma, policy) for dspark.generate. The losing ones are shown too."""
     drafter, gamma = setup.drafter, args.gamma or setup.drafter.gamma
+    # plain decoding goes through the same engine: no drafter, blocks of length 0
     out = {"plain": (None, None, None)}
     out |= {f"fixed {g}": (drafter, g, None) for g in sorted({min(4, gamma), gamma})}
+    # the paper's two ways to cut a block: where confidence falls below a constant, and where the machine says so
     threshold = cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold)
     out |= {f"threshold {args.threshold} of {gamma}": (drafter, gamma, threshold)}
     out |= {f"scheduled {gamma}": (drafter, gamma, cli.make_policy("scheduled", setup, gamma, 1, temperature))}
@@ -97,15 +103,17 @@ def measure(setup, prompts, names, temperature, args):
     for name, (drafter, gamma, policy) in names.items():  # warm-up: every policy's shapes once
         answer(setup.target, drafter, [encoded[0][1]], sampling=dspark.Sampling(temperature, max_new_tokens=24), gamma=gamma,
                policy=policy)
+    # repeats outermost: a repeat is a whole pass over the prompts, so its spread shows slow drift as well as noise
     jobs = [(repeat, i) for repeat in range(args.repeats) for i in range(len(encoded))]
     for repeat, i in track(jobs, f"temperature {temperature}", console=Console(stderr=True)):
         domain, ids = encoded[i]
         sampling = dspark.Sampling(temperature, seed=1000 * repeat + i, max_new_tokens=args.max_new_tokens)
+        # all policies on this prompt before the next: what the machine does in these seconds, it does to all
         for name, (drafter, gamma, policy) in names.items():
             result = answer(setup.target, drafter, [ids], sampling=sampling, gamma=gamma, policy=policy)
             runs.setdefault((name, repeat, domain), []).append(result)
             if name == "plain":
-                plain = result.ids
+                plain = result.ids  # the first of names
             elif temperature == 0 and repeat == 0:
                 if (d := cli.first_difference(setup.target, ids, result.ids, plain)) is not None:
                     parted.setdefault(name, []).append(d)
@@ -114,13 +122,14 @@ def measure(setup, prompts, names, temperature, args):
 
 def summarize(runs, names, temperature, repeats):
     """-> rows, one per (policy, domain) and one per policy for the macro mean over domains."""
-    domains = list(dict.fromkeys(d for _, _, d in runs))
+    domains = list(dict.fromkeys(d for _, _, d in runs))  # in the order of the prompts
 
     def ratio(a, b):  # 0 where nothing was decoded: every answer ended with the token that prefill draws
         return a / b if b else 0.0
 
     def one(name, repeat, domain):
         results = runs[name, repeat, domain]
+        # one request at a time: each result has a ledger of its own, and sums over prompts weigh long answers more
         seconds = {p: sum(r.ledger[p] for r in results) for p in PHASES}
         cycles, tokens = max(1, sum(r.cycles for r in results)), sum(r.gained for r in results)
         return dict(tau=tokens / cycles, tokens_per_s=tokens / max(sum(seconds.values()), 1e-9),
@@ -134,9 +143,11 @@ def summarize(runs, names, temperature, repeats):
             for domain in domains:
                 record, plain = one(name, repeat, domain), one("plain", repeat, domain)
                 record["speedup"] = ratio(record["tokens_per_s"], plain["tokens_per_s"])
+                # if drafting, scheduling and committing cost nothing: every cycle one target pass, tau tokens
                 record["ceiling"] = record["tau"] * ratio(plain["verify_ms"], record["verify_ms"])
                 record["ceiling_fraction"] = ratio(record["speedup"], record["ceiling"])
                 records.append(record)
+            # macro: domains weigh the same, however many tokens each gave
             records.append({k: mean(r[k] for r in records) for k in records[0]})
             per_repeat.append(records)
         for i, domain in enumerate([*domains, "macro"]):
@@ -155,8 +166,9 @@ def show(console, rows, parted, temperature):
     t = Table("policy", "domain", "tau", "tokens/s", "[least, most]", "speed-up", "ceiling", "of it", "draft", "schedule", "verify",
               "commit", title=f"temperature {temperature} (last four: ms a cycle)", title_justify="left")
     for r in rows:
+        # a domain a line, a policy a section; its mean over domains in bold
         low, high = r["tokens_per_s_range"]
-        cells = [r["policy"] if r["domain"] == rows[0]["domain"] else "", r["domain"], f"{r['tau']:.2f}", f"{r['tokens_per_s']:.1f}",
+        cells = [r["policy"] if r["domain"] == rows[0]["domain"] else "", escape(r["domain"]), f"{r['tau']:.2f}", f"{r['tokens_per_s']:.1f}",
                  f"[{low:.1f}, {high:.1f}]", f"{r['speedup']:.2f}", f"{r['ceiling']:.2f}", f"{r['ceiling_fraction']:.0%}"]
         cells += [f"{r[p + '_ms']:.2f}" for p in PHASES]
         t.add_row(*cells, style="bold" if r["domain"] == "macro" else None, end_section=r["domain"] == "macro")
@@ -194,8 +206,11 @@ def main():
 def run(args):
     if args.repeats < 1 or args.max_new_tokens < 2:
         raise ValueError("--repeats must be at least 1 and --max-new-tokens at least 2")
+    if not 0 <= args.threshold <= 1:
+        raise ValueError(f"--threshold {args.threshold}: must be in [0, 1]")
     prompts = read_prompts(args.prompts)
     if args.quick:
+        # the first two of each domain, and no more than six in all
         domains = list(dict.fromkeys(d for d, _ in prompts))
         prompts = [x for d in domains for x in [y for y in prompts if y[0] == d][:2]][:6]
         args.repeats, args.max_new_tokens, args.policies = 1, 64, args.policies or ["fixed", "scheduled"]
@@ -205,8 +220,14 @@ def run(args):
         raise ValueError("--drafter none: there is nothing to compare with plain decoding")
     if args.gamma is not None and not 1 <= args.gamma <= setup.drafter.gamma:
         raise ValueError(f"--gamma {args.gamma}: this drafter was trained for blocks of 1 to {setup.drafter.gamma}")
+    # whatever cannot be run is refused before anything is measured
+    cli.check_size(setup.target, [text for _, text in prompts])
+    for temperature in args.temperatures:
+        wanted = dspark.Sampling(temperature, max_new_tokens=args.max_new_tokens)
+        encoded = [smollm2.chat(setup.encoding, text) for _, text in prompts]
+        dspark.check(setup.target, setup.drafter, encoded, [wanted] * len(encoded), args.gamma, setup.encoding)
     # wide enough for its columns also when piped into a file
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout and sys.stdout.isatty() else 150)
     info = machine(setup)
     console.print(f"{info['processor']}, {info['threads']} threads, {info['dtype']}, torch {info['torch']}; {len(prompts)} prompts, "
                   f"up to {args.max_new_tokens} tokens, {args.repeats} repeats, one request at a time")
@@ -217,7 +238,7 @@ def run(args):
         part = summarize(runs, names, temperature, args.repeats)
         show(console, part, parted, temperature)
         rows += part
-    print(json.dumps(dict(rows=rows, machine=info)))
+    print(json.dumps(dict(rows=rows, machine=info)))  # last, and on one line: for whoever reads it by machine
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import codecs
 import json
 import os
+import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ def parse(argv):
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be given several times")
+    # everything below is about how the answer is found, not about what it says
     p.add_argument("--gamma", type=int, help="draft tokens a cycle (default: the drafter's trained block; 0: plain decoding)")
     p.add_argument("--policy", choices=["scheduled", "fixed", "threshold", "plain"], default="scheduled",
                    help="how much to verify: Algorithm 1, the whole block, up to the first doubtful token, nothing")
@@ -87,18 +89,77 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
         raise ValueError("--device cuda: PyTorch sees no GPU here; use --device cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
+    # target, drafter and caches share it; probabilities are fp32 in any case
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": best_dtype(device)}[dtype]
     model, encoding = smollm2.load(target, dtype, device, max_len)
     if drafter == "none":
         return Setup(model, None, encoding, {})
     path = Path(drafter or DRAFTER)
-    record = path.with_suffix(".json")
+    drafter = drafting.load(path, model)
+    record = path.with_suffix(".json")  # written by train.py beside the weights; without it confidences are taken as they are
     try:
         known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
-        calibration = {float(t): v for t, v in known.items()}
-    except (ValueError, AttributeError):
-        raise ValueError(f"{record} is not a drafter's record: restore it, or run 'python train.py calibrate'")
-    return Setup(model, drafting.load(path, model), encoding, calibration)
+        calibration = {float(t): np.array(v, dtype=np.float64) for t, v in known.items()}
+        if not all(v.ndim == 1 and len(v) == drafter.gamma and (v > 0).all() for v in calibration.values()):
+            raise ValueError("not positive numbers, one per position")
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{record} is not this drafter's record: restore it, or run 'python train.py calibrate --again'")
+    return Setup(model, drafter, encoding, calibration)
+
+
+@torch.inference_mode()
+def measure_sps(target, n_requests, gamma, context=256):
+    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2).
+
+    The target's pass alone: softmax and the acceptance test, a few per cent of a step, are not in it.
+    """
+    context = min(context, target.config.max_len - gamma - 1)
+    cache = target.new_cache(n_requests, context + gamma + 1)
+
+    def step(n):
+        # row i goes to slot i mod R: the spread of a batch in which everyone verifies about as much
+        slots = torch.arange(n, device=target.device) % n_requests
+        slots, order = slots.sort(stable=True)
+        target(torch.ones_like(slots), slots, context + order // n_requests, cache)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return scheduler.profile_sps(step, n_requests * (1 + gamma))
+
+
+def cached_sps(target, n_requests, gamma, path: Path, again=False):
+    """measure_sps, kept in a JSON file by what it depends on: machine, model, dtype, device, threads, requests, block."""
+    c = target.config
+    key = (f"{platform.node()} torch {torch.__version__} {c.n_layers}x{c.d_model} {target.dtype} {target.device} threads "
+           f"{torch.get_num_threads()} R {n_requests} G {gamma}")
+    try:
+        known = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or not ours: measure
+        known = {}
+    try:
+        sps = np.array(known.get(key, []), dtype=np.float64)
+        usable = sps.shape == (n_requests * (1 + gamma) + 1,) and (sps[1:] > 0).all()
+    except (ValueError, TypeError):
+        usable = False
+    if again or not usable:
+        sps = measure_sps(target, n_requests, gamma)
+        sps[0] = 0.0  # unused, and JSON has no NaN
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(known | {key: sps.tolist()}))
+            part.replace(path)  # whole or not at all
+        except OSError:
+            pass  # nowhere to keep it: measured again next time
+    return sps
+
+
+def check_size(target, prompts):
+    """Refuse what cannot fit before it is tokenized: no token is longer than 81 bytes, and the tokenizer gives up at a megabyte."""
+    most = 81 * target.config.max_len
+    for p in prompts:
+        if (size := len(p.encode("utf-8", "replace"))) > most:
+            raise ValueError(f"a prompt of {size} bytes cannot fit the context of {target.config.max_len} tokens: shorten it")
 
 
 def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, again=False):
@@ -108,10 +169,10 @@ def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, agai
     sts = nearest_sts(setup, temperature)
     if name == "threshold":
         return lambda c: scheduler.threshold(c if sts is None else scheduler.apply_sts(c, sts), threshold)
-    if name == "fixed" or not gamma:
+    if name == "fixed" or not gamma:  # nothing to schedule
         return None
-    sps = dspark.cached_sps(setup.target, n_requests, gamma, smollm2.cache_dir() / "sps.json", again)
-    return dspark.scheduled(sps, sts)
+    sps = cached_sps(setup.target, n_requests, gamma, smollm2.cache_dir() / "sps.json", again)
+    return scheduler.scheduled(sps, sts)
 
 
 def nearest_sts(setup, temperature):
@@ -164,6 +225,7 @@ class Streamer:
         c = np.array([cycle.confidence])  # (1, G), calibrated as the scheduler sees it
         c = scheduler.apply_sts(c, self.sts) if self.sts is not None and c.size else c
         for k, (token, c_k, a_k) in enumerate(zip(cycle.draft, c[0], c[0].cumprod())):
+            # green: accepted; red and struck out: rejected, or behind a rejection; dim: the scheduler left it out
             if k == cycle.verify_len:
                 text.append(" |", "bold")  # the scheduler cut here
             style = "green" if k < cycle.n_accepted else "red strike" if k < cycle.verify_len else "dim"
@@ -202,6 +264,7 @@ def first_difference(target, prompt, ids, plain):
 
 def table(results, plain, difference):
     """The account of a run, from its own counts."""
+    # requests of a batch share its cycles: the longest one was in all of them
     ledger, cycles = results[0].ledger, max(r.cycles for r in results)
     total_cycles, tokens = sum(r.cycles for r in results), sum(len(r.ids) for r in results)
     t = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -236,12 +299,17 @@ def main(argv=None):
         sys.exit(2)
     except BrokenPipeError:  # the reader went away: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk behind the redirection, say
+        print(f"dspark.py: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered must not fail again at exit
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def run(args):
-    prompts = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read()])
+    prompts = args.prompt or ([] if sys.stdin is None or sys.stdin.isatty() else [sys.stdin.read()])
+    prompts = [p.encode("utf-8", "replace").decode() for p in prompts]  # bytes that were no text came in as lone surrogates
     if not prompts or not all(p.strip() for p in prompts):
         raise ValueError('an empty prompt: use --prompt "your question", or pipe it in')
     if not 0 <= args.threshold <= 1:
@@ -251,6 +319,7 @@ def run(args):
     keep_freed_memory()
     setup = load(args.target, "none" if args.policy == "plain" else args.drafter, args.device, args.dtype)
     target, drafter, encoding = setup.target, setup.drafter, setup.encoding
+    check_size(target, prompts)
     ids = [smollm2.chat(encoding, p) for p in prompts]
     sampling = [dspark.Sampling(args.temperature, args.top_k, args.top_p, args.seed + i, args.max_new_tokens, tuple(args.stop))
                 for i in range(len(ids))]
@@ -262,7 +331,8 @@ def run(args):
     if cancelled(dspark.generate(target, drafter, ids, sampling=warm, gamma=args.gamma)):
         return 130
 
-    console = Console(highlight=False)
+    # streaming is for one answer; several would interleave, so they are shown when all are done
+    console = Console(highlight=False)  # colours only where the output is a terminal, and NO_COLOR is not set
     alone = len(ids) == 1 and not args.json
     streamer = Streamer(console, encoding, args.trace, nearest_sts(setup, args.temperature)) if alone else None
     results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=args.gamma, policy=policy, encoding=encoding,
@@ -273,6 +343,7 @@ def run(args):
             console.print(Text(f"\n> {prompt}" if len(ids) > 1 else ""), Text(r.text), sep="\n", soft_wrap=True)
         console.print("\n")
     plain, difference = None, None
+    # the same prompts through the same engine with no drafter: a few seconds, and the only honest yardstick
     if gamma and not args.no_compare and not stopped:
         plain = dspark.generate(target, None, ids, sampling=warm)
         if not cancelled(plain):

@@ -13,6 +13,7 @@ Letters  S slots, L tokens of a dialogue, D width, m feature layers.
 """
 import sys
 import time
+import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +70,21 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
     empty = smollm2.chat(encoding, "")  # system turn, user header | <|im_end|> \n, assistant header
     cut = len(empty) - 1 - empty[::-1].index(smollm2.EOS)
     prefix, header = empty[:cut], empty[cut:]
-    slots = min(slots, n)
-    cache = target.new_cache(slots, len(prefix) + max_question + len(header) + max_answer)
+    slots, longest = min(slots, n), len(prefix) + max_question + len(header) + max_answer
+    if longest > target.config.max_len:
+        raise ValueError(f"dialogues of up to {longest} tokens exceed the context of {target.config.max_len}: lower --max-answer")
+    cache = target.new_cache(slots, longest)
     P = len(prefix) - 1  # the last prefix token is the first that every slot feeds itself
     target(torch.tensor(prefix[:P]), torch.zeros(P, dtype=torch.long), torch.arange(P), cache, logit_rows=[0])
     for layer in cache.k + cache.v:
         layer[1:, :P] = layer[:1, :P].clone()  # for good: later writes all lie behind it
-    started = 0
+    started = 0  # dialogues begun, of n
 
     def start():
         nonlocal started
         started += 1
         openings = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
+        # domain first, then opening: a domain with more openings is not asked more often
         opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])
         return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)))
 
@@ -93,6 +97,7 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
         u = torch.rand(len(live), generator=generator, dtype=torch.float64)
         drawn = sample(logits_to_probs(logits, temperature), u).tolist()
         for (slot, w), token in zip(list(live.items()), drawn):
+            # what was drawn in a forced place is thrown away: cheaper than a second kind of step
             given = bool(w.forced)
             token = w.forced.pop(0) if given else token
             w.ids.append(token)
@@ -105,6 +110,7 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
                     w.answer = len(w.ids) + len(w.forced)
             elif ended or len(w.ids) - w.answer >= max_answer:
                 yield w
+                # the slot goes on with a new dialogue, over the old one's cache: rows see no position beyond their own
                 if started < n:
                     live[slot] = start()
                 else:
@@ -116,9 +122,14 @@ def generate(args):
     target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
     args.data.mkdir(parents=True, exist_ok=True)
     paths = [args.data / f"shard-{args.seed}-{i:04d}.npz" for i in range(-(-args.sequences // args.shard))]
+    settings = f"{args.shard} {args.max_question} {args.max_answer}"
+    for path in paths:
+        if path.exists() and (found := str(load_shard(path).get("settings", settings))) != settings:
+            raise smollm2.SetupError(f"{path} was written with other settings ({found}, not {settings}): use another --seed or --data")
     todo = [(i, path) for i, path in enumerate(paths) if not path.exists()]
     begin, tokens, done = time.time(), 0, 0
     for i, path in todo:
+        # a seed per shard: it holds the same dialogues whether or not those before it were written in the same run
         dialogues = []
         for w in write_dialogues(target, encoding, args.shard, args.slots, args.max_question, args.max_answer, args.seed * 10000 + i):
             dialogues.append(w)
@@ -135,6 +146,7 @@ def generate(args):
                 starts=np.cumsum([0] + [len(w.ids) for w in dialogues]),
                 answer=np.array([w.answer for w in dialogues], np.int32),
                 temperature=np.array([w.temperature for w in dialogues], np.float32),
+                settings=settings,
             )
         unfinished.rename(path)  # whole or not at all
     print(f"\n{len(paths)} shards in {args.data}", file=sys.stderr)
@@ -153,11 +165,22 @@ class Dialogue:
     start: int          # of the dialogue in its shard
 
 
+def load_shard(path: Path) -> dict:
+    """The arrays of a shard, or SetupError."""
+    try:
+        with np.load(path) as shard:
+            arrays = dict(shard)
+        arrays["ids"], arrays["starts"], arrays["answer"], arrays["temperature"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise smollm2.SetupError(f"{path} is no shard of dialogues ({type(error).__name__}): delete it, or name another folder")
+    return arrays
+
+
 def read(folder: Path) -> tuple[list[Dialogue], list[Dialogue]]:
     """All shards of a folder -> (training dialogues, held-out dialogues)."""
     training, held_out = [], []
     for path in sorted(folder.glob("*.npz")):
-        shard = np.load(path)
+        shard = load_shard(path)
         ids, starts = torch.from_numpy(shard["ids"].astype(np.int64)), shard["starts"].tolist()
         for i, (answer, temperature) in enumerate(zip(shard["answer"].tolist(), shard["temperature"].tolist())):
             part = training if i % HELD_OUT else held_out

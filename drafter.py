@@ -82,7 +82,12 @@ class Drafter(nn.Module):
         super().__init__()
         c, t = config, target.config
         assert c.head in HEADS, f"head must be one of {HEADS}"
-        assert max(c.feature_layers) < t.n_layers - 1, "feature layers are 0-based and never include the target's last"
+        layers = list(c.feature_layers)
+        assert layers and layers == sorted(set(layers) & set(range(t.n_layers - 1))), (
+            "feature layers: 0-based, rising, never the target's last")
+        assert isinstance(c.gamma, int) and c.gamma >= 1 and 1 <= c.n_layers <= t.n_layers, "gamma and layers: at least 1"
+        assert (draft_ids[1:] > draft_ids[:-1]).all() and draft_ids[0] >= 0 and draft_ids[-1] < t.vocab_size, (
+            "draft_ids: ascending ids of the target's vocabulary")
         self.config, self.target_config = config, t
         self.gamma, self.feature_layers = c.gamma, tuple(c.feature_layers)  # what the engine reads
         self.context_proj = nn.Linear(len(c.feature_layers) * t.d_model, t.d_model, bias=False)  # W_c

@@ -24,11 +24,8 @@ State    per request: its tokens. Both caches hold exactly the tokens before the
          every cycle, restored by moving a length. Whatever a rejected draft wrote lies beyond it and is never seen.
 Letters  R requests, G draft positions, N = sum(1 + l) packed rows, V vocabulary.
 """
-import json
-import platform
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -92,8 +89,8 @@ class Result:
 class Request:
     prompt: list[int]
     sampling: Sampling
-    slot: int
-    random: torch.Generator
+    slot: int                 # its place in both caches, for as long as it lives
+    random: torch.Generator   # its own stream: token draws, verdicts and nothing else
     result: Result
 
     @property
@@ -110,13 +107,13 @@ class Cycle:
     """What happened to one request in one cycle, for --trace and for tests."""
 
     anchor: int
-    draft: list[int]
-    confidence: list[float]
+    draft: list[int]           # (G,)
+    confidence: list[float]    # (G,) raw c_k
     verify_len: int
-    n_accepted: int
-    next_token: int
-    delivered: list[int]
-    origins: list[str]
+    n_accepted: int            # as judged; the answer may have ended before the last of them
+    next_token: int            # correction or bonus
+    delivered: list[int]       # what of it became part of the answer
+    origins: list[str]         # of the delivered ones
 
 
 class Engine:
@@ -137,9 +134,9 @@ class Engine:
     def step(self):
         """Draft, schedule, verify, commit: one cycle of every active request."""
         assert all(self.cached[r.slot] == len(r.tokens) - 1 for r in self.active), "caches hold all but the anchor"
-        draft, u = self.timed("draft", self.draft)
-        verify_len = self.timed("schedule", self.schedule, draft)
-        verdict, features = self.timed("verify", self.verify, draft, verify_len, u)
+        draft, u = self.timed("draft", self.draft)                                    # tokens, p_draft, confidence (R, G)
+        verify_len = self.timed("schedule", self.schedule, draft)                     # (R,)
+        verdict, features = self.timed("verify", self.verify, draft, verify_len, u)   # N = sum(1 + l) rows of the target
         for request, cycle in self.timed("commit", self.commit, draft, verify_len, verdict, features):
             if self.on_cycle:
                 self.on_cycle(request, cycle)
@@ -156,13 +153,15 @@ class Engine:
         """G draft tokens for every request, and the uniforms that will judge them. No number serves both: a token and its
         judge must be independent."""
         R, G = len(self.active), self.gamma
+        # (R, 2 G + 1): G to draw the draft tokens, G to judge them, one for the token after. Each from the request's own stream,
+        # so that a batch draws for it what it would have drawn alone.
         u = torch.stack([torch.rand(2 * G + 1, generator=r.random, dtype=torch.float64) for r in self.active])
         u = u.to(self.target.device)
         if G == 0:  # plain decoding: a block of no draft tokens, over the whole vocabulary
             V, device = self.target.config.vocab_size, u.device
             return Draft(torch.zeros(R, 0, dtype=torch.long, device=device), torch.zeros(R, 0, V, device=device),
                          torch.zeros(R, 0, device=device), None), u
-        anchors, slots, positions = self.rows([[r.tokens[-1]] for r in self.active])
+        anchors, slots, positions = self.rows([[r.tokens[-1]] for r in self.active])  # (R,) each
         draft = self.drafter.propose(anchors, slots, positions, self.draft_cache, G, u[:, :G], *self.settings([1] * R))
         return draft, u[:, G:]
 
@@ -170,12 +169,16 @@ class Engine:
         """Verify lengths (R,) from the confidences alone, and never more than a request may still deliver."""
         if self.gamma == 0:
             return [0] * len(self.active)
+        wanted, R = np.asarray(self.policy(draft.confidence)), len(self.active)
+        if wanted.shape != (R,) or wanted.dtype.kind not in "iu" or not ((wanted >= 0) & (wanted <= self.gamma)).all():
+            raise ValueError(f"the policy returned {wanted!r}: not {R} integers in 0..{self.gamma}")
         room = np.array([r.room - 1 for r in self.active])  # the target's own token takes one place
-        return np.minimum(self.policy(draft.confidence), room).tolist()
+        return np.minimum(wanted, room).tolist()
 
     def verify(self, draft, verify_len, u):
         """Run the target on anchor and scheduled draft tokens of all requests, N = sum(1 + l) rows, and judge them."""
         rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, draft.tokens.tolist(), verify_len)])
+        # (N, V) and (N, m * D). Rows that the scheduler cut are not run: that is all that scheduling saves
         logits, features = self.target(*rows, self.cache, self.drafter.feature_layers if self.drafter else ())
         p_target = logits_to_probs(logits, *self.settings([1 + l for l in verify_len]))  # (N, V)
         lengths = torch.tensor(verify_len, device=u.device)
@@ -190,11 +193,12 @@ class Engine:
             keep += range(first, first + 1 + n)
             first += 1 + l
         if self.drafter:
+            # features of rejected tokens are dropped here: the drafter's context is committed text, nothing else
             committed = self.rows([[r.tokens[-1], *x[:n]] for r, x, n in zip(self.active, tokens, n_accepted)])
             features = features if len(keep) == len(features) else features[keep]
             self.drafter.extend(features, *committed[1:], self.draft_cache)
         for i, r in enumerate(list(self.active)):
-            self.cached[r.slot] += 1 + n_accepted[i]
+            self.cached[r.slot] += 1 + n_accepted[i]  # this is the rollback: rows beyond it are never seen again
             new = tokens[i][: n_accepted[i]] + [next_token[i]]
             own = "bonus" if n_accepted[i] == verify_len[i] else "correction"
             anchor = r.tokens[-1]
@@ -206,20 +210,20 @@ class Engine:
             cycles.append((r, Cycle(anchor, tokens[i], confidence[i], verify_len[i], n_accepted[i], next_token[i],
                                     res.ids[len(res.ids) - delivered :], res.origins[len(res.ids) - delivered :])))
             if res.finish:
-                self.active.remove(r)
+                self.active.remove(r)  # its slot stays empty until the batch is done
         return cycles
 
     # ----- beginning and end of a request -------------------------------------------------------------------------------
 
     def prefill(self, request):
         """Run the prompt through the target in pieces, fill the drafter's context, draw the first token."""
-        prompt = request.prompt
+        prompt = request.prompt  # one request at a time: the same arithmetic whoever shares the batch
         layers = self.drafter.feature_layers if self.drafter else ()
         for i in range(0, len(prompt), PREFILL_ROWS):
             piece = torch.tensor(prompt[i : i + PREFILL_ROWS], device=self.target.device)
             places = torch.arange(i, i + len(piece), device=piece.device)
             slots = torch.full_like(piece, request.slot)
-            logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])
+            logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])  # (1, V): the newest row
             if self.drafter:
                 self.drafter.extend(features, slots, places, self.draft_cache)
         self.cached[request.slot] = len(prompt)
@@ -237,7 +241,7 @@ class Engine:
         for token, origin in zip(tokens, origins):
             result.ids.append(token)
             result.origins.append(origin)
-            if token == s.eos:
+            if token == s.eos:  # only here: an end that was drafted and then rejected never comes this far
                 result.finish = "eos"
             elif s.stop and (cut := self.find_stop(result.ids, s.stop)) is not None:
                 result.finish = "stop"
@@ -275,7 +279,7 @@ class Engine:
     def settings(self, counts):
         """temperature, top_k, top_p of every request, repeated counts[r] times: three numbers if all agree, else tensors."""
         wanted = [(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in self.active]
-        if len(set(wanted)) == 1:
+        if len(set(wanted)) == 1:  # numbers are the fast path of logits_to_probs
             return wanted[0]
         counts = torch.tensor(counts, device=self.target.device)
         # float64, as the numbers are: 0.7 in float32 is another top_p, and a neighbour's settings would move this request's
@@ -307,11 +311,12 @@ def generate(
     check(target, drafter, prompts, sampling, gamma, encoding)
     G = block_length(drafter, gamma)
     requests = [
-        Request(list(prompt), s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G))
+        Request([int(t) for t in prompt], s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G))
         for slot, (prompt, s) in enumerate(zip(prompts, sampling))
     ]
     max_len = max((len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), default=1)
     engine = Engine(target, drafter if G else None, requests, max_len, G, policy, encoding, on_cycle)
+    # Prefill draws every request's first token; from then on all move together, cycle by cycle, until the last is done.
     try:
         for request in requests:
             engine.timed("prefill", engine.prefill, request)
@@ -325,7 +330,7 @@ def generate(
                 request.result.finish = "cancelled"
                 request.result.text = encoding.decode(request.result.ids) if encoding else ""
     for request in requests:
-        request.result.ledger = dict(engine.ledger)
+        request.result.ledger = dict(engine.ledger)  # shared: a cycle's time cannot be divided among those who shared it
     return [request.result for request in requests]
 
 
@@ -344,7 +349,7 @@ def check(target, drafter, prompts, sampling, gamma, encoding):
     if drafter is not None and gamma is not None and not 0 <= gamma <= drafter.gamma:
         raise ValueError(f"gamma {gamma}: this drafter was trained for blocks of up to {drafter.gamma}; choose 0 to {drafter.gamma}")
     for prompt, s in zip(prompts, sampling):
-        if not prompt:
+        if len(prompt) == 0:
             raise ValueError("an empty prompt: give at least one token")
         if not all(0 <= t < V for t in prompt):
             raise ValueError(f"a prompt holds ids outside 0..{V - 1}: was it made by another tokenizer?")
@@ -355,64 +360,16 @@ def check(target, drafter, prompts, sampling, gamma, encoding):
                              "shorten one of them, or load the target with a larger max_len")
         if not 0 <= s.temperature <= 1e6:  # more is infinite in float32; NaN compares false
             raise ValueError(f"temperature {s.temperature}: must be 0 (greedy) or positive, at most 1e6")
-        if s.top_k < 0 or not 0 < s.top_p <= 1:
+        if not 0 <= s.top_k < 2**31 or not 0 < s.top_p <= 1:
             raise ValueError(f"top_k {s.top_k}, top_p {s.top_p}: top_k must be 0 (off) or positive, top_p in (0, 1]")
+        if not -(2**63) <= s.seed < 2**63:
+            raise ValueError(f"seed {s.seed}: must fit 64 bits")
+        if isinstance(s.stop, str):
+            raise ValueError(f"stop must be a tuple of strings: ({s.stop!r},)")
         if s.stop and encoding is None:
             raise ValueError("stop strings need an encoding")
         if any(not text for text in s.stop):
             raise ValueError("an empty stop string would end every answer at once: leave it out")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The scheduled policy, as the command line and the benchmark use it
-
-
-@torch.inference_mode()
-def measure_sps(target, n_requests, gamma, context=256):
-    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2).
-
-    The target's pass alone: softmax and the acceptance test, a few per cent of a step, are not in it.
-    """
-    context = min(context, target.config.max_len - gamma - 1)
-    cache = target.new_cache(n_requests, context + gamma + 1)
-
-    def step(n):
-        slots = torch.arange(n, device=target.device) % n_requests
-        slots, order = slots.sort(stable=True)
-        target(torch.ones_like(slots), slots, context + order // n_requests, cache)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return scheduler.profile_sps(step, n_requests * (1 + gamma))
-
-
-def cached_sps(target, n_requests, gamma, path: Path, again=False):
-    """measure_sps, kept in a JSON file by what it depends on: machine, model, dtype, device, threads, requests, block."""
-    c = target.config
-    key = (f"{platform.node()} torch {torch.__version__} {c.n_layers}x{c.d_model} {target.dtype} {target.device} threads "
-           f"{torch.get_num_threads()} R {n_requests} G {gamma}")
-    try:
-        known = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or not ours: measure
-        known = {}
-    if again or key not in known:
-        known[key] = [0.0, *measure_sps(target, n_requests, gamma)[1:].tolist()]
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known))
-        except OSError:
-            pass  # nowhere to keep it: measured again next time
-    return np.array(known[key])
-
-
-def scheduled(sps, temperatures=None):
-    """Algorithm 1 on calibrated confidences, as a policy for generate()."""
-
-    def policy(confidence):
-        calibrated = confidence if temperatures is None else scheduler.apply_sts(confidence, temperatures)
-        return scheduler.schedule(calibrated, sps)
-
-    return policy
 
 
 if __name__ == "__main__":

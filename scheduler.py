@@ -117,6 +117,15 @@ def threshold(confidence, tau_c):
     return np.cumprod(checked(confidence) >= tau_c, axis=1).sum(axis=1)
 
 
+def scheduled(sps, temperatures=None):
+    """schedule as a policy of the confidence alone: calibrated by STS temperatures if given, on a
+    fixed SPS table. Both were made before the cycle, so the policy stays causal."""
+    def policy(confidence):
+        calibrated = confidence if temperatures is None else apply_sts(confidence, temperatures)
+        return schedule(calibrated, sps)
+    return policy
+
+
 # --- How good is a probability?
 
 

@@ -101,6 +101,7 @@ def load(path=None, dtype=torch.float32, device="cpu", max_len=2048) -> tuple[Ta
     try:
         config = read_config(reader, max_len)
         model, encoding = read_weights(reader, config), build_tokenizer(read_tokens(reader))
+        chat(encoding, "")  # raises KeyError where ChatML's tokens are missing
     except (KeyError, ValueError, IndexError, RuntimeError, AttributeError) as error:
         what = " ".join(str(error).split())  # torch's message has many lines
         raise SetupError(f"{path} is no complete Llama-family model with a GPT-2 tokenizer ({what}): pass another --target")

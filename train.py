@@ -11,6 +11,7 @@ Letters  B dialogues, L their padded length, A anchors each, G block length, M v
 import argparse
 import json
 import math
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -39,17 +40,19 @@ def make_batch(dialogues, features, n_anchors, G, rng):
     in decoding. -> tokens (B, L), features (B, L, m * D), anchors (B, A), valid (B, A, G), and per label row, (M, ..): k, label,
     last and normaliser of the target's row.
     """
-    B, L = len(dialogues), max(len(d.ids) for d in dialogues)
+    B, L = len(dialogues), max(len(d.ids) for d in dialogues)  # dialogues of a batch differ in length: padded at the end,
+    # where no context and no label ever looks
     tokens, anchors = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, n_anchors, dtype=torch.long)
     stacked = torch.zeros(B, L, features[0][0].shape[1], dtype=features[0][0].dtype)
     valid = torch.zeros(B, n_anchors, G, dtype=torch.bool)
     for b, (d, (f, _, _)) in enumerate(zip(dialogues, features)):
         tokens[b, : len(d.ids)], stacked[b, : len(d.ids)] = d.ids, f
+        # a random few of the answer's positions; sorted, so that a short answer's unused anchors come last, and masked
         candidates = np.arange(d.answer, len(d.ids) - 1)
         chosen = torch.from_numpy(np.sort(rng.permutation(candidates)[:n_anchors]))
         anchors[b, : len(chosen)] = chosen
         valid[b, : len(chosen)] = chosen[:, None] + torch.arange(1, G + 1) < len(d.ids)
-    b, a, k = valid.nonzero(as_tuple=True)  # (M,) each
+    b, a, k = valid.nonzero(as_tuple=True)  # (M,) each: from here on only labels that exist cost anything
     row = anchors[b, a] + k
     last = torch.nn.utils.rnn.pad_sequence([f[1] for f in features], batch_first=True)[b, row]
     normaliser = torch.nn.utils.rnn.pad_sequence([f[2] for f in features], batch_first=True)[b, row]
@@ -75,6 +78,7 @@ class DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, W2, head_rows, last, normaliser, column, w, mix, chunk=256):
         kl, ce, tv = mix
+        # the head's rows are frozen: x needs their gradient, they need none; W2 is the trained part of the product
         weight = torch.cat([head_rows, W2.to(head_rows.dtype)], dim=1)
         r = W2.shape[1]
         grad_x, grad_W2 = torch.empty_like(x), torch.zeros_like(W2)
@@ -83,6 +87,7 @@ class DraftLoss(torch.autograd.Function):
         for i in range(0, len(x), chunk):
             s = slice(i, i + chunk)
             logits, target_logits = F.linear(x[s], weight).float(), F.linear(last[s], head_rows).float()
+            # (chunk, K) each from here to the end of the loop
             agree[s] = logits.argmax(-1) == column[s]
             log_p = logits.log_softmax(-1)
             target_logits -= normaliser[s, None]  # now log p_target
@@ -97,7 +102,7 @@ class DraftLoss(torch.autograd.Function):
             sign = torch.sign(p - t)
             g = p * (tv * (sign - (sign * p).sum(-1, keepdim=True)) + kl * mass + ce * known) - kl * t
             g.scatter_add_(1, col, -ce * known)
-            g = (g * w[s, None]).to(x.dtype)
+            g = (g * w[s, None]).to(x.dtype)  # d loss / d logits: all that backward will need
             grad_x[s] = g @ weight
             grad_W2 += (g.T @ x[s, -r:]).to(grad_W2.dtype)
         ctx.save_for_backward(grad_x, grad_W2)
@@ -123,7 +128,7 @@ def losses(drafter, batch, mix, decay, through):
         x = torch.cat([h, code], dim=-1)[valid].to(drafter.head_rows.dtype)  # (M, D + r)
         w = torch.exp(-rows["k"] / decay)  # k counts from 0 here
         w = w / w.sum()
-        column = drafter.w1_row[rows["label"]]
+        column = drafter.w1_row[rows["label"]]  # of the label among the K draft ids; K stands for "none of them"
         column = torch.where(column < len(drafter.draft_ids), column, -1)
         loss, accept, passed, agree = DraftLoss.apply(
             x, drafter.head.W2.weight, drafter.head_rows, rows["last"], rows["normaliser"], column, w, mix
@@ -131,6 +136,7 @@ def losses(drafter, batch, mix, decay, through):
         # Stop-gradient unless asked otherwise: the confidence loss would bend the backbone away from drafting well
         h, previous = (h, previous) if through else (h.detach(), previous.detach())
         confidence = drafter.confidence_logit(h[valid], previous[valid]).float()
+    # a soft label, detached (it comes out of DraftLoss without a gradient): the head learns to predict, not to please
     conf_loss = (w * F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")).sum()
     return loss + conf_loss, accept, passed, agree, confidence.detach()
 
@@ -146,6 +152,7 @@ def tau_by_position(value, valid, passed=None):
     min(1, p_draft / p_target)(x_j). So on text drawn from p_target, survival of k is the mean of passed_1 .. passed_{k-1} c*_k.
     passed defaults to value: right for greedy agreement, where a token passes or it does not.
     """
+    # (B, A, G) again, with zeros where no label exists: those blocks are left out below
     grid, before = torch.zeros(valid.shape), torch.ones(valid.shape)
     grid[valid] = value.float()
     before[valid] = (value if passed is None else passed).float()
@@ -158,6 +165,7 @@ def evaluate(drafter, features, dialogues, decay):
     """Held-out expected tau: at temperature 1 over the answers drawn at 1, greedy over the greedy answers (None: there are none)."""
     out, errors = {}, []
     for name, temperature in (("t1", 1.0), ("t0", 0.0)):
+        # the same anchors at every call, so that figures of a run can be compared
         rng, means = np.random.default_rng(0), []
         chosen = [d for d in dialogues if d.temperature == temperature]
         for i in range(0, len(chosen), 8):
@@ -173,6 +181,7 @@ def evaluate(drafter, features, dialogues, decay):
 
 def make_optimizers(drafter, lr):
     """Muon for the matrices between hidden states, AdamW for embeddings, W2, norms and the confidence head."""
+    # Muon wants directions in weight space that turn one hidden state into another; a lookup table or a norm has none
     named = dict(drafter.named_parameters())
     matrices = [p for n, p in named.items() if p.ndim == 2 and not n.startswith(("head.W", "confidence"))]
     rest = [p for n, p in named.items() if p.ndim != 2 or n.startswith(("head.W", "confidence"))]
@@ -195,12 +204,18 @@ def fit(args):
         raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
     if not 1 <= args.draft_vocab <= target.config.vocab_size:
         raise ValueError(f"--draft-vocab {args.draft_vocab}: must be in 1..{target.config.vocab_size}")
-    if not all(0 <= i < target.config.n_layers - 1 for i in args.feature_layers):
-        raise ValueError(f"feature layers {args.feature_layers}: must be in 0..{target.config.n_layers - 2} (never the last)")
+    if args.feature_layers != sorted(set(args.feature_layers) & set(range(target.config.n_layers - 1))):
+        raise ValueError(f"feature layers {args.feature_layers}: must be rising, in 0..{target.config.n_layers - 2} (never the last)")
+    if args.layers > target.config.n_layers:
+        raise ValueError(f"--layers {args.layers}: a drafter starts as the target's last layers, which has {target.config.n_layers}")
+    if max(d.ids.max().item() for d in training) >= target.config.vocab_size:
+        raise ValueError(f"{args.data} holds ids beyond this target's vocabulary: was it written by another model?")
+    # counted over answers only, and never over what is held out
     counts = torch.bincount(torch.cat([d.ids[d.answer :] for d in training]), minlength=target.config.vocab_size)
     draft_ids = counts.topk(args.draft_vocab).indices.sort().values
     coverage = counts[draft_ids].sum().item() / counts.sum().item()
     config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank)
+    # trained weights in fp32 with products in bf16 (autocast), frozen ones in bf16 throughout
     drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
     features = corpus.Features(target, drafter.feature_layers, training + held_out)
@@ -212,11 +227,15 @@ def fit(args):
     # what a checkpoint has to agree with: everything that the run depends on
     settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "data", "out", "eval_every")}
     made_for = repr((sorted(settings.items()), draft_ids.tolist(), len(training)))
+    args.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        try:
+            state = torch.load(checkpoint, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError):
+            raise ValueError(f"{checkpoint} is broken: delete it to start anew")
         if state["made_for"] != made_for:
             raise ValueError(f"{checkpoint} was made with other settings or data: choose another --name, or delete it")
-        if state["update"] == args.updates and (args.out / f"{args.name}.safetensors").exists():
+        if state["update"] == args.updates and all((args.out / f"{args.name}.{x}").exists() for x in ("safetensors", "json")):
             print(f"{args.name} is trained already; delete {checkpoint} to train it anew")
             return
         drafter.load_state_dict(state["drafter"])
@@ -234,12 +253,16 @@ def fit(args):
         part = [training[i] for i in order[step * args.batch : (step + 1) * args.batch]]
         batch = make_batch(part, [features.get(d) for d in part], args.anchors, drafter.gamma,
                            np.random.default_rng([args.seed, update, 1]))
+        # linear warm-up over 4 % (Sec. 5.1), then a cosine to nearly nothing
         progress = update / args.updates
         scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * math.cos(math.pi * progress)) + 1e-3
         loss, accept, passed, _, _ = losses(drafter, batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
         for o in optimizers:
             o.zero_grad()
         loss.backward()
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss.item()} at update {update}: lower --lr; {checkpoint} holds the last good state")
+        # rare, hard batches would otherwise throw the fresh heads off
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for o in optimizers:
             for group in o.param_groups:
@@ -257,6 +280,7 @@ def fit(args):
             history.append(dict(update=update, minutes=round((spent + time.time() - begin) / 60, 1),
                                 **evaluate(drafter, features, held_out[:200], args.decay)))
             print("held out:", json.dumps(history[-1]), flush=True)
+        # every two minutes: an interruption costs no more than that
         if time.time() - saved > 120 or update == args.updates:
             saved = time.time()
             state = dict(drafter=drafter.state_dict(), optimizers=[o.state_dict() for o in optimizers], update=update,
@@ -265,7 +289,6 @@ def fit(args):
             Path(f"{checkpoint}.part").replace(checkpoint)
     record = dict(settings=settings, parameters=n_params, dialogues=len(training), answer_tokens=counts.sum().item(), draft_coverage=coverage,
                   trained_positions=args.updates * args.batch * args.anchors * args.gamma, history=history)
-    args.out.mkdir(parents=True, exist_ok=True)
     drafting.save(drafter, args.out / f"{args.name}.safetensors")
     write_record(args.out / f"{args.name}.json", record)
 
@@ -308,7 +331,11 @@ def calibrate(args):
     target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target)
     prompts = [d.ids[: d.answer].tolist() for d in held_out][: args.prompts]
+    if len(prompts) < 2:
+        raise ValueError("calibration needs at least 2 held-out questions: generate more, or raise --prompts")
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
+    if not isinstance(record, dict) or not isinstance(record.get("calibration", {}), dict):
+        raise ValueError(f"{record_path} is not a drafter's record: delete it")
     for temperature in args.temperatures:
         if str(temperature) in record.get("calibration", {}) and not args.again:
             continue  # done by an earlier run
@@ -319,10 +346,12 @@ def calibrate(args):
             print(f"\rtemperature {temperature}: {done}/{of} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
 
         blocks = collect_blocks(target, drafter, prompts, temperature, args.max_new_tokens, args.batch, progress)
+        # split by question, not by block: blocks of one answer are alike
         fit_c, fit_o = (np.concatenate(x) for x in zip(*blocks[::2]))
         test_c, test_o = (np.concatenate(x) for x in zip(*blocks[1::2]))
         temperatures = scheduler.fit_sts(fit_c, fit_o)
         raw, sts = scheduler.survival(test_c), scheduler.survival(scheduler.apply_sts(test_c, temperatures))
+        # beside raw and calibrated stands a constant that knows only the position's mean: a head has to beat that
         rows = []
         for k in range(drafter.gamma):
             o = test_o[:, k]
@@ -337,6 +366,11 @@ def calibrate(args):
         print(f"\ntemperature {temperature}: {len(fit_c)} blocks fitted; STS {record['calibration'][str(temperature)]}")
         for row in rows:
             print("  ".join(f"{k} {v}" for k, v in row.items()))
+
+
+# least sensible value of each option; 8 tokens hold any opening
+LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, updates=1, batch=1, anchors=1, gamma=1, layers=1, rank=1,
+             eval_every=1, prompts=2, max_new_tokens=1)
 
 
 def main():
@@ -381,9 +415,17 @@ def main():
     args = p.parse_args()
     keep_freed_memory()
     try:
+        for name, least in LEAST.items():
+            if getattr(args, name, least) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+        if "decay" in args and not (args.decay > 0 and args.lr > 0 and math.isfinite(args.lr)):
+            raise ValueError("--decay and --lr must be positive")
+        if "/" in getattr(args, "name", ""):
+            raise ValueError(f"--name {args.name}: a name, not a path; --out names the folder")
         args.run(args)
-    except (smollm2.SetupError, ValueError) as error:
-        sys.exit(f"train.py: {error}")
+    except (smollm2.SetupError, ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command resumes")
 

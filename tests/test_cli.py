@@ -415,7 +415,7 @@ def test_make_policy(tiny, monkeypatch):
         asked.append((n_requests, gamma, again, path))
         return [float("nan")] + [1.0] * (n_requests * (1 + gamma))
 
-    monkeypatch.setattr(dspark, "cached_sps", cached)
+    monkeypatch.setattr(cli, "cached_sps", cached)
     monkeypatch.setattr(scheduler, "apply_sts", lambda c, t: used.append(t) or c)
     for temperature in (0.0, 0.2, 0.6, 5.0):  # the calibration of the nearest temperature
         assert cli.make_policy("scheduled", setup, GAMMA, 1, temperature, again=True)(c).tolist() == [3]
@@ -430,7 +430,13 @@ def test_load_reads_the_calibration_beside_the_drafter(small):
     assert cli.load(drafter=path).calibration == {}
     path.with_suffix(".json").write_text('{"calibration": {"0.0": [1, 2, 3], "1.0": [4, 5, 6]}}')
     setup = cli.load(drafter=path)
-    assert setup.calibration == {0.0: [1, 2, 3], 1.0: [4, 5, 6]} and setup.drafter.gamma == GAMMA
+    assert {t: v.tolist() for t, v in setup.calibration.items()} == {0.0: [1, 2, 3], 1.0: [4, 5, 6]} and setup.drafter.gamma == GAMMA
+    for bad in ('[]', '{"calibration": {"0.0": [1, 2]}}', '{"calibration": {"0.0": ["x", 1, 1]}}', '{"calibration": {"0.0": {"a": 1}}}',
+                '{"calibration": {"0.0": [1, -2, 3]}}', '{"calibration": {"warm": [1, 2, 3]}}', '{'):
+        path.with_suffix(".json").write_text(bad)
+        with pytest.raises(ValueError, match=r"dspark.json is not this drafter's record|is not this drafter's record"):
+            cli.load(drafter=path)
+    path.with_suffix(".json").unlink()
     assert cli.load(drafter="none").drafter is None
 
 
@@ -443,6 +449,11 @@ def test_read_prompts(tmp_path):
     path.write_text('{"prompt": "a", "domain": "x"}\n\n  \n{"turns": ["b", "c"], "category": 7}\r\n{"prompt": "line \u2028 sep\u0085"}\n'
                     '{"prompt": "both", "turns": ["no"]}', encoding="utf-8", newline="")
     assert bench.read_prompts(path) == [("x", "a"), ("7", "b"), ("all", "line \u2028 sep\u0085"), ("all", "both")]
+    path.write_text('\ufeff{"prompt": "after a byte order mark", "domain": "[red]code"}', encoding="utf-8")
+    assert bench.read_prompts(path) == [("[red]code", "after a byte order mark")]
+    path.write_text('{"prompt": "a", "domain": "macro"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="macro"):
+        bench.read_prompts(path)
     kept = bench.read_prompts(bench.PROMPTS)
     assert len(kept) >= 12 and {d for d, _ in kept} == {"math", "code", "chat"}
 
@@ -517,7 +528,7 @@ def test_summarize_where_nothing_was_decoded():
     (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 7"]),
 ])
 def test_policies_measured(tiny, gamma, wanted, monkeypatch):
-    monkeypatch.setattr(dspark, "cached_sps", lambda target, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))
+    monkeypatch.setattr(cli, "cached_sps", lambda target, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))
     setup = cli.Setup(tiny, tiny_drafter(tiny, 7), BYTES, {})
     names = bench.policies(setup, argparse.Namespace(gamma=gamma, threshold=0.4, policies=None), 0.0)
     assert list(names) == wanted and names["plain"] == (None, None, None)

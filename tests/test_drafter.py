@@ -539,8 +539,14 @@ def test_longer_blocks_are_refused_and_shorter_ones_are_blocks_with_fewer_masks(
 def test_the_last_target_layer_is_refused_as_a_feature():
     target = tiny_target()
     for layers in ((0, 2), (1, 3), (2,)):
-        with pytest.raises(AssertionError, match="never include the target's last"):
+        with pytest.raises(AssertionError, match="never the target's last"):
             Drafter(DrafterConfig(3, 1, layers, "markov", 8), target, torch.arange(V))
+    for layers in ((1, 0), (0, 0), (-1, 0), ()):
+        with pytest.raises(AssertionError, match="feature layers"):
+            Drafter(DrafterConfig(3, 1, layers, "markov", 8), target, torch.arange(V))
+    for ids in ([3, 1], [1, 1], [-1, 2], [0, V]):
+        with pytest.raises(AssertionError, match="draft_ids"):
+            Drafter(DrafterConfig(3, 1, (0, 1), "markov", 8), target, torch.tensor(ids))
     with pytest.raises(AssertionError, match="head must be one of"):
         Drafter(DrafterConfig(3, 1, (0, 1), "mlp", 8), target, torch.arange(V))
 

@@ -18,6 +18,7 @@ import pytest
 import tiktoken
 import torch
 
+import cli
 import drafter as drafting
 import dspark
 import scheduler
@@ -47,11 +48,11 @@ def stairs(width):
 POLICIES = {
     "fixed": None,
     "threshold": lambda c: scheduler.threshold(c, 0.5),
-    "flat": dspark.scheduled(FLAT),
-    "cliff 2": dspark.scheduled(cliff(2)),
-    "cliff 6": dspark.scheduled(cliff(6)),
-    "stairs 3": dspark.scheduled(stairs(3)),
-    "stairs 5, tempered": dspark.scheduled(stairs(5), [0.5, 1.0, 2.0, 0.7]),
+    "flat": scheduler.scheduled(FLAT),
+    "cliff 2": scheduler.scheduled(cliff(2)),
+    "cliff 6": scheduler.scheduled(cliff(6)),
+    "stairs 3": scheduler.scheduled(stairs(3)),
+    "stairs 5, tempered": scheduler.scheduled(stairs(5), [0.5, 1.0, 2.0, 0.7]),
 }
 
 
@@ -811,7 +812,7 @@ def test_measure_sps_runs_exactly_the_rows_it_records(target, monkeypatch):
         return torch.ones(n + 1).numpy()
 
     monkeypatch.setattr(scheduler, "profile_sps", profile)
-    dspark.measure_sps(watched, 3, G, context=20)
+    cli.measure_sps(watched, 3, G, context=20)
     assert stepped == list(range(1, 3 * (1 + G) + 1)) and [len(s) for s, _ in rows] == stepped
     for slots, places in rows:
         assert slots == sorted(slots) and max(slots.count(s) for s in slots) - min(slots.count(s) for s in slots) <= 1
@@ -825,19 +826,19 @@ def test_cached_sps_is_measured_once_and_survives_a_broken_file(target, tmp_path
         measured.append((n_requests, gamma))
         return torch.arange(1 + n_requests * (1 + gamma)).double().numpy() + len(measured)
 
-    monkeypatch.setattr(dspark, "measure_sps", measure)
+    monkeypatch.setattr(cli, "measure_sps", measure)
     path = tmp_path / "new" / "sps.json"
-    first = dspark.cached_sps(target, 1, G, path)
-    assert len(first) == 2 + G and (dspark.cached_sps(target, 1, G, path) == first).all() and measured == [(1, G)]
-    dspark.cached_sps(target, 2, G, path), dspark.cached_sps(target, 1, 2, path)
-    assert (dspark.cached_sps(target, 1, G, path) == first).all() and len(measured) == 3
-    assert (dspark.cached_sps(target, 1, G, path, again=True) != first)[1:].all()
+    first = cli.cached_sps(target, 1, G, path)
+    assert len(first) == 2 + G and (cli.cached_sps(target, 1, G, path) == first).all() and measured == [(1, G)]
+    cli.cached_sps(target, 2, G, path), cli.cached_sps(target, 1, 2, path)
+    assert (cli.cached_sps(target, 1, G, path) == first).all() and len(measured) == 3
+    assert (cli.cached_sps(target, 1, G, path, again=True) != first)[1:].all()
     for broken in ("{", "[]", "null"):
         path.write_text(broken)
-        assert len(dspark.cached_sps(target, 1, G, path)) == 2 + G
+        assert len(cli.cached_sps(target, 1, G, path)) == 2 + G
     # nowhere to write: measured anew each time, no more
     (tmp_path / "file").write_text("")
-    assert len(dspark.cached_sps(target, 1, G, tmp_path / "file" / "sps.json")) == 2 + G
+    assert len(cli.cached_sps(target, 1, G, tmp_path / "file" / "sps.json")) == 2 + G
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -860,3 +861,25 @@ def test_real_model_greedy_equals_plain(real):
     assert any(c.n_accepted < c.verify_len for c in cycles)
     if weights.is_file():
         assert any(c.n_accepted for c in cycles)
+
+
+def test_a_policy_must_return_verify_lengths(target):
+    """R integers in 0..G, or a clear error: numpy would broadcast a list of one over the whole batch."""
+    for lengths in ([1], [1, 1, 1], [1, G + 1], [1, -1], [1.0, 1.0], [[1, 1]], None):
+        with pytest.raises(ValueError, match="the policy returned"):
+            generate(target, tiny_drafter(target, G), PROMPTS[:2], policy=lambda c: lengths, max_new_tokens=4)
+
+
+def test_settings_by_name(target):
+    """Fields of Sampling, for all prompts alike, with a seed for each; numpy prompts are as good as lists."""
+    import numpy as np
+
+    same = [PROMPTS[0], PROMPTS[0]]
+    a, b = generate(target, None, same, temperature=1.0, max_new_tokens=12, seed=3, eos=-1)
+    assert a.ids != b.ids and len(a.ids) == 12
+    solo = generate(target, None, [np.array(PROMPTS[0])], temperature=1.0, max_new_tokens=12, seed=4, eos=-1)[0]
+    assert solo.ids == b.ids
+    with pytest.raises(ValueError, match="not both"):
+        generate(target, None, same, sampling=Sampling(), temperature=1.0)
+    with pytest.raises(ValueError, match="tuple of strings"):
+        generate(target, None, same, stop="END")

@@ -436,13 +436,17 @@ def test_held_out_dialogues_are_disjoint_stable_and_every_fiftieth(tmp_path):
     assert d.ids.tolist() == shard["ids"][d.start : d.start + len(d.ids)].tolist()
 
 
-def test_no_data_is_one_clear_line(tmp_path, monkeypatch):
+def test_no_data_is_one_clear_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "missing", tmp_path / "empty"):
         with pytest.raises(smollm2.SetupError, match="train.py generate"):
             corpus.read(folder)
-    with pytest.raises(SystemExit, match="^train.py: no data in .* generate"):
-        run(monkeypatch, "--data", tmp_path / "missing", "fit")
+    refused(monkeypatch, capsys, "no data in .* generate", "--data", tmp_path / "missing", "fit")
+    for contents in (b"", b"garbage", b"PK"):
+        (tmp_path / "empty" / "shard.npz").write_bytes(contents)
+        refused(monkeypatch, capsys, "shard.npz is no shard", "--data", tmp_path / "empty", "fit")
+    np.savez(tmp_path / "empty" / "shard.npz", other=np.zeros(3))
+    refused(monkeypatch, capsys, "shard.npz is no shard", "--data", tmp_path / "empty", "fit")
 
 
 def test_a_shard_that_is_being_written_is_not_read(tmp_path):
@@ -458,6 +462,15 @@ def test_a_shard_that_is_being_written_is_not_read(tmp_path):
 def run(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, args)])
     train.main()
+
+
+def refused(monkeypatch, capsys, message, *args):
+    """Exit code 2 and one line on stderr (after what progress wrote)."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        run(monkeypatch, *args)
+    last = capsys.readouterr().err.rstrip("\n").split("\n")[-1]
+    assert error.value.code == 2 and re.match(f"train.py: .*{message}", last), last
 
 
 SMALL = ("fit", "--layers", 1, "--feature-layers", 0, 1, "--rank", 8, "--gamma", 3, "--draft-vocab", 48, "--batch", 4, "--anchors", 4)
@@ -495,7 +508,7 @@ def test_an_interrupted_fit_resumes_as_if_nothing_had_happened(tiny, monkeypatch
             m.setattr(train, "losses", stop_after(n))
             with pytest.raises(SystemExit, match="the same command resumes"):
                 run(m, "--out", tmp_path / "two", *command, "--name", "two")
-        assert not (tmp_path / "two").exists()
+        assert not list((tmp_path / "two").glob("*"))
     run(monkeypatch, "--out", tmp_path / "two", *command, "--name", "two")
     target = tiny_target()
     one, two = (drafting.load(tmp_path / n / f"{n}.safetensors", target) for n in ("one", "two"))
@@ -582,23 +595,35 @@ def test_evaluate_without_a_greedy_dialogue():
 
 @pytest.mark.parametrize("options, message", [
     (("--batch", 30), "29 training dialogues"), (("--draft-vocab", V + 1), "draft-vocab"), (("--feature-layers", 0, 2), "feature layers"),
+    (("--feature-layers", 1, 0), "feature layers"), (("--layers", 4), "--layers"), (("--batch", 0), "--batch"), (("--gamma", 0), "--gamma"),
+    (("--eval-every", 0), "--eval-every"), (("--decay", 0), "positive"), (("--name", "a/b"), "not a path"),
+    (("--updates", 30, "--lr", 1e30), "the loss is nan"),
 ])
-def test_what_cannot_be_fitted_is_one_line(tiny, monkeypatch, tmp_path, options, message):
+def test_what_cannot_be_fitted_is_one_line(tiny, monkeypatch, capsys, tmp_path, options, message):
     write_shards(tmp_path, [30])
-    with pytest.raises(SystemExit, match=f"^train.py: .*{message}") as error:
-        run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *SMALL, *options)
-    assert "\n" not in str(error.value)
+    refused(monkeypatch, capsys, message, "--data", tmp_path, "--out", tmp_path / "out", *SMALL, *options)
+    assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_checkpoint_of_another_draft_vocabulary_is_refused(tiny, monkeypatch, tmp_path):
+def test_a_broken_checkpoint_is_one_line(tiny, monkeypatch, capsys, tmp_path):
+    write_shards(tmp_path, [30])
+    for contents in (b"", b"garbage"):
+        (tmp_path / "dspark.ckpt").write_bytes(contents)
+        refused(monkeypatch, capsys, "dspark.ckpt is broken", "--data", tmp_path, "--out", tmp_path, *SMALL)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny, monkeypatch, capsys, tmp_path):
     """More dialogues change which ids are frequent; rows of W1 and W2 would silently come to stand for other tokens."""
     write_shards(tmp_path, [30])
     command = ("--data", tmp_path, "--out", tmp_path, *SMALL, "--draft-vocab", 20)
     run(monkeypatch, *command, "--updates", 1)
     write_shards(tmp_path / "more", [90], seed=1)
     (tmp_path / "shard-0-0001.npz").write_bytes((tmp_path / "more" / "shard-0-0000.npz").read_bytes())
-    with pytest.raises(SystemExit, match="^train.py: .*dspark.ckpt"):
-        run(monkeypatch, *command, "--updates", 2)
+    refused(monkeypatch, capsys, "dspark.ckpt was made with other", *command, "--updates", 1)
+    (tmp_path / "shard-0-0001.npz").unlink()
+    refused(monkeypatch, capsys, "dspark.ckpt was made with other", *command, "--updates", 1, "--head", "none")
+    run(monkeypatch, *command, "--updates", 1)
+    assert "trained already" in capsys.readouterr().out
 
 
 def test_features_of_other_text_are_not_taken_for_this_one(tmp_path):
