@@ -83,7 +83,8 @@ def policies(setup, args, temperature):
     # the paper's two ways to cut a block: where confidence falls below a constant, and where the machine says so
     threshold = cli.make_policy("threshold", setup, gamma, 1, temperature, args.threshold)
     out |= {f"threshold {args.threshold} of {gamma}": (drafter, gamma, threshold)}
-    out |= {f"scheduled {gamma}": (drafter, gamma, cli.make_policy("scheduled", setup, gamma, 1, temperature))}
+    for g in sorted({min(4, gamma), gamma}):
+        out |= {f"scheduled {g}": (drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature))}
     wanted = args.policies or ["plain", "fixed", "threshold", "scheduled"]
     return {name: value for name, value in out.items() if name == "plain" or any(name.startswith(w) for w in wanted)}
 

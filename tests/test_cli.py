@@ -525,7 +525,7 @@ def test_summarize_where_nothing_was_decoded():
 @pytest.mark.parametrize("gamma, wanted", [
     (1, ["plain", "fixed 1", "threshold 0.4 of 1", "scheduled 1"]),
     (2, ["plain", "fixed 2", "threshold 0.4 of 2", "scheduled 2"]),
-    (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 7"]),
+    (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 4", "scheduled 7"]),
 ])
 def test_policies_measured(tiny, gamma, wanted, monkeypatch):
     monkeypatch.setattr(cli, "cached_sps", lambda target, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))

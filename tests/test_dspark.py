@@ -635,6 +635,14 @@ def test_stop_and_eos_and_length_meet():
     assert scripted(ids, 3)[1].finish == "length"
     assert scripted(ids[:2] + [2], 3, stop=("c",))[1].finish == "eos"
     assert scripted(ids[:2] + [2], 3, stop=("<|im_end|>",))[1].finish == "eos"
+    # within one block: what is complete first ends the text, whatever the same block brings after it
+    for stop, text in ((("b",), "a"), (("abcdef", "cd"), "ab"), (("bcdef", "c", "ef"), "ab")):
+        plain, fast = scripted(BYTES.encode_ordinary("abcdef") + [2], 30, 7, stop=stop)
+        same_end(plain, fast)
+        assert (fast.text, fast.finish) == (text, "stop")
+    plain, fast = scripted(ids + [2], 4, 7, stop=("c",))
+    same_end(plain, fast)
+    assert (fast.text, fast.finish) == ("ab", "stop")
 
 
 def test_without_an_encoding_there_is_no_text(target):
@@ -882,4 +890,4 @@ def test_settings_by_name(target):
     with pytest.raises(ValueError, match="not both"):
         generate(target, None, same, sampling=Sampling(), temperature=1.0)
     with pytest.raises(ValueError, match="tuple of strings"):
-        generate(target, None, same, stop="END")
+        generate(target, None, same, stop="END", max_new_tokens=4)
