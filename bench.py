@@ -1,6 +1,6 @@
 """Tokens per second of plain, fixed and scheduled decoding, one request at a time, on this machine (Eq. 1).
 
-    python bench.py                         24 prompts (math, code, chat), greedy and temperature 1, three repeats: 25 minutes
+    python bench.py                         24 prompts (math, code, chat), greedy and temperature 1, three repeats: 25 minutes on two cores
     python bench.py --quick                 a smaller set, within two minutes
     python bench.py --prompts FILE.jsonl    anybody's prompts: objects with "prompt" or "turns", and "domain" if they like
 
@@ -164,13 +164,13 @@ def summarize(runs, names, temperature, repeats):
 
 
 def show(console, rows, parted, temperature):
-    t = Table("policy", "domain", "tau", "tokens/s", "[least, most]", "speed-up", "ceiling", "of it", "draft", "schedule", "verify",
+    t = Table("policy", "domain", "tau", "tokens/s", escape("[least, most]"), "speed-up", "ceiling", "of it", "draft", "schedule", "verify",
               "commit", title=f"temperature {temperature} (last four: ms a cycle)", title_justify="left")
     for r in rows:
         # a domain a line, a policy a section; its mean over domains in bold
         low, high = r["tokens_per_s_range"]
         cells = [r["policy"] if r["domain"] == rows[0]["domain"] else "", escape(r["domain"]), f"{r['tau']:.2f}", f"{r['tokens_per_s']:.1f}",
-                 f"[{low:.1f}, {high:.1f}]", f"{r['speedup']:.2f}", f"{r['ceiling']:.2f}", f"{r['ceiling_fraction']:.0%}"]
+                 escape(f"[{low:.1f}, {high:.1f}]"), f"{r['speedup']:.2f}", f"{r['ceiling']:.2f}", f"{r['ceiling_fraction']:.0%}"]
         cells += [f"{r[p + '_ms']:.2f}" for p in PHASES]
         t.add_row(*cells, style="bold" if r["domain"] == "macro" else None, end_section=r["domain"] == "macro")
     console.print(t)

@@ -30,6 +30,7 @@ import smollm2
 from target import keep_freed_memory
 
 STYLES = {"first": "dim", "accepted": "green", "correction": "yellow", "bonus": "cyan"}
+GAMMA = 4  # the fastest block on two CPU cores, by bench.py; a GPU, or a better drafter, will want the whole one
 DRAFTER = Path(__file__).parent / "weights" / "dspark.safetensors"
 
 
@@ -43,7 +44,7 @@ def parse(argv):
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be given several times")
     # everything below is about how the answer is found, not about what it says
-    p.add_argument("--gamma", type=int, help="draft tokens a cycle (default: the drafter's trained block; 0: plain decoding)")
+    p.add_argument("--gamma", type=int, help=f"draft tokens a cycle, up to the drafter's trained block (default: {GAMMA}; 0: plain decoding)")
     p.add_argument("--policy", choices=["scheduled", "fixed", "threshold", "plain"], default="scheduled",
                    help="how much to verify: Algorithm 1, the whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
@@ -323,19 +324,19 @@ def run(args):
     ids = [smollm2.chat(encoding, p) for p in prompts]
     sampling = [dspark.Sampling(args.temperature, args.top_k, args.top_p, args.seed + i, args.max_new_tokens, tuple(args.stop))
                 for i in range(len(ids))]
-    dspark.check(target, drafter, ids, sampling, args.gamma, encoding)
-    gamma = dspark.block_length(drafter, args.gamma)
+    gamma = min(GAMMA, dspark.block_length(drafter, None)) if args.gamma is None else args.gamma
+    dspark.check(target, drafter, ids, sampling, gamma, encoding)
     policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile)
     # first calls of every shape build kernels: not part of any figure
     warm = dspark.Sampling(max_new_tokens=min(12, args.max_new_tokens))
-    if cancelled(dspark.generate(target, drafter, ids, sampling=warm, gamma=args.gamma)):
+    if cancelled(dspark.generate(target, drafter, ids, sampling=warm, gamma=gamma)):
         return 130
 
     # streaming is for one answer; several would interleave, so they are shown when all are done
     console = Console(highlight=False)  # colours only where the output is a terminal, and NO_COLOR is not set
     alone = len(ids) == 1 and not args.json
     streamer = Streamer(console, encoding, args.trace, nearest_sts(setup, args.temperature)) if alone else None
-    results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=args.gamma, policy=policy, encoding=encoding,
+    results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=gamma, policy=policy, encoding=encoding,
                               on_cycle=streamer)
     stopped = cancelled(results)
     if not args.json:
