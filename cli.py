@@ -333,7 +333,8 @@ def run(args):
         return 130
 
     # streaming is for one answer; several would interleave, so they are shown when all are done
-    console = Console(highlight=False)  # colours only where the output is a terminal, and NO_COLOR is not set
+    # wide where it is piped, so that no line of the account breaks; colours only where the output is a terminal and NO_COLOR is not set
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     alone = len(ids) == 1 and not args.json
     streamer = Streamer(console, encoding, args.trace, nearest_sts(setup, args.temperature)) if alone else None
     results = dspark.generate(target, drafter, ids, sampling=sampling, gamma=gamma, policy=policy, encoding=encoding,
