@@ -1,7 +1,7 @@
 """Training data: dialogues that the target writes itself, and what the target's layers say about them (Sec. 3.3, 5.1).
 
-    python train.py generate     dialogues into data/*.npz
-    python train.py fit          adds to each shard a .features file, once, before it trains
+    python train.py generate     dialogues into data/*.npz, each with a .features file beside it
+    python train.py fit          makes the .features files that are missing (other feature layers, data from elsewhere), then trains
 
 Shard    numpy arrays: ids uint16 (all dialogues end to end), starts int64 (n + 1), answer int32 (index within the dialogue of the
          first answer token), temperature float32 (at which the answer was drawn).
@@ -56,15 +56,19 @@ class Writer:
     ids: list[int]       # so far
     forced: list[int]    # tokens to come that are given, not drawn: an opening, the assistant's header
     temperature: float   # of its answer
+    row: int             # of the wave's buffers
+    slot: int = 0        # of the wave's cache, which shrinks
     answer: int = 0      # index of the first answer token; 0: still asking
 
 
 @torch.inference_mode()
-def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
-    """Let the target write n dialogues, up to `slots` at a time; yields each when it is finished.
+def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, layers):
+    """Let the target write n dialogues; yields each when it is finished, with its features: (writer, (features, last, normaliser)).
 
-    Every slot moves one token a step. The system prompt is the same for all: its keys and values are computed once and copied
-    into a slot that starts anew, so there is no prefill.
+    In waves of up to `slots`, one token a step: all of a wave stand at the same position, so attention pads nothing, and when
+    a quarter has ended the rest moves together. The states that training needs are at hand here and cost nothing but the
+    keeping. The system prompt is the same for all: run once and copied, so there is no prefill. The last token was never fed
+    to the target: its rows are zero, and training looks at none of them.
     """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     empty = smollm2.chat(encoding, "")  # system turn, user header | <|im_end|> \n, assistant header
@@ -73,48 +77,58 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed):
     slots, longest = min(slots, n), len(prefix) + max_question + len(header) + max_answer
     if longest > target.config.max_len:
         raise ValueError(f"dialogues of up to {longest} tokens exceed the context of {target.config.max_len}: lower --max-answer")
-    cache = target.new_cache(slots, longest)
     P = len(prefix) - 1  # the last prefix token is the first that every slot feeds itself
-    target(torch.tensor(prefix[:P]), torch.zeros(P, dtype=torch.long), torch.arange(P), cache, logit_rows=[0])
-    for layer in cache.k + cache.v:
-        layer[1:, :P] = layer[:1, :P].clone()  # for good: later writes all lie behind it
-    started = 0  # dialogues begun, of n
+    shared, D, m = target.new_cache(1, P), target.config.d_model, len(layers)
+    last, features = target.hidden(torch.tensor(prefix[:P]), torch.zeros(P, dtype=torch.long), torch.arange(P), shared, layers)
+    kept = [torch.zeros(slots, longest, m * D, dtype=target.dtype), torch.zeros(slots, longest, D, dtype=target.dtype),
+            torch.zeros(slots, longest)]
+    for buffer, prompt in zip(kept, (features, last, target.head(last).float().logsumexp(-1))):
+        buffer[:, :P] = prompt  # for good: later writes all lie behind it
 
-    def start():
-        nonlocal started
-        started += 1
+    def start(row):
         openings = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
         # domain first, then opening: a domain with more openings is not asked more often
         opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])
-        return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)))
+        return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)), row)
 
-    live = {slot: start() for slot in range(slots)}
-    while live:
-        newest = torch.tensor([w.ids[-1] for w in live.values()])
-        places = torch.tensor([len(w.ids) - 1 for w in live.values()])
-        temperature = torch.tensor([w.temperature if w.answer else QUESTION_TEMPERATURE for w in live.values()])
-        logits, _ = target(newest, torch.tensor(list(live)), places, cache)
-        u = torch.rand(len(live), generator=generator, dtype=torch.float64)
-        drawn = sample(logits_to_probs(logits, temperature), u).tolist()
-        for (slot, w), token in zip(list(live.items()), drawn):
-            # what was drawn in a forced place is thrown away: cheaper than a second kind of step
-            given = bool(w.forced)
-            token = w.forced.pop(0) if given else token
-            w.ids.append(token)
-            if given:
-                continue
-            ended = token == smollm2.EOS
-            if not w.answer:
-                if ended or len(w.ids) - len(prefix) >= max_question:  # the question is asked
-                    w.forced = header[ended:]
-                    w.answer = len(w.ids) + len(w.forced)
-            elif ended or len(w.ids) - w.answer >= max_answer:
-                yield w
-                # the slot goes on with a new dialogue, over the old one's cache: rows see no position beyond their own
-                if started < n:
-                    live[slot] = start()
-                else:
-                    del live[slot]
+    for first in range(0, n, slots):
+        live, old, take, place = [start(row) for row in range(min(slots, n - first))], shared, None, P
+        while live:
+            if take is None or len(live) <= 0.75 * len(take):
+                # a new cache for those that live: their slots of the old one (at first, all copies of the shared prompt)
+                take = torch.tensor([w.slot for w in live] if old is not shared else [0] * len(live))
+                cache = target.new_cache(len(live), longest)
+                for new, now in zip(cache.k + cache.v, old.k + old.v):
+                    new[:, :place] = now[take, :place]
+                old = cache
+                for slot, w in enumerate(live):
+                    w.slot = slot
+            at = torch.tensor([w.slot for w in live])
+            last, features = target.hidden(torch.tensor([w.ids[-1] for w in live]), at, torch.full_like(at, place), cache, layers)
+            logits = target.head(last).float()
+            for buffer, value in zip(kept, (features, last, logits.logsumexp(-1))):
+                buffer[[w.row for w in live], place] = value
+            place += 1
+            temperature = torch.tensor([w.temperature if w.answer else QUESTION_TEMPERATURE for w in live])
+            u = torch.rand(len(live), generator=generator, dtype=torch.float64)
+            for w, token in zip(live[:], sample(logits_to_probs(logits, temperature), u).tolist()):
+                # what was drawn in a forced place is thrown away: cheaper than a second kind of step
+                given = bool(w.forced)
+                token = w.forced.pop(0) if given else token
+                w.ids.append(token)
+                if given:
+                    continue
+                ended = token == smollm2.EOS
+                if not w.answer:
+                    if ended or len(w.ids) - len(prefix) >= max_question:  # the question is asked
+                        w.forced = header[ended:]
+                        w.answer = len(w.ids) + len(w.forced)
+                elif ended or len(w.ids) - w.answer >= max_answer:
+                    live.remove(w)
+                    states = [buffer[w.row, : len(w.ids)].clone() for buffer in kept]
+                    for state in states:
+                        state[-1] = 0  # a former wave's
+                    yield w, states
 
 
 def generate(args):
@@ -130,24 +144,27 @@ def generate(args):
     begin, tokens, done = time.time(), 0, 0
     for i, path in todo:
         # a seed per shard: it holds the same dialogues whether or not those before it were written in the same run
-        dialogues = []
-        for w in write_dialogues(target, encoding, args.shard, args.slots, args.max_question, args.max_answer, args.seed * 10000 + i):
+        dialogues, states = [], []
+        for w, kept in write_dialogues(target, encoding, args.shard, args.slots, args.max_question, args.max_answer,
+                                       args.seed * 10000 + i, args.feature_layers):
             dialogues.append(w)
+            states.append(kept)
             done, tokens = done + 1, tokens + len(w.ids) - w.answer
             seconds = time.time() - begin
             left = seconds / done * (len(todo) * args.shard - done) / 60
             print(f"\r{path.name}: {len(dialogues)}/{args.shard} dialogues; {tokens} answer tokens, {tokens / seconds:.0f}/s, "
                   f"{left:.0f} min left ", end="", file=sys.stderr, flush=True)
+        arrays = dict(
+            ids=np.array([t for w in dialogues for t in w.ids], np.uint16),
+            starts=np.cumsum([0] + [len(w.ids) for w in dialogues]),
+            answer=np.array([w.answer for w in dialogues], np.int32),
+            temperature=np.array([w.temperature for w in dialogues], np.float32),
+        )
+        # features first: without its shard a features file is never looked at
+        save_features(path, made_from(args.feature_layers, to_dialogues(path, arrays)), *(torch.cat(part) for part in zip(*states)))
         unfinished = path.with_suffix(".part")
         with open(unfinished, "wb") as f:
-            np.savez_compressed(
-                f,
-                ids=np.array([t for w in dialogues for t in w.ids], np.uint16),
-                starts=np.cumsum([0] + [len(w.ids) for w in dialogues]),
-                answer=np.array([w.answer for w in dialogues], np.int32),
-                temperature=np.array([w.temperature for w in dialogues], np.float32),
-                settings=settings,
-            )
+            np.savez_compressed(f, settings=settings, **arrays)
         unfinished.rename(path)  # whole or not at all
     print(f"\n{len(paths)} shards in {args.data}", file=sys.stderr)
 
@@ -176,15 +193,19 @@ def load_shard(path: Path) -> dict:
     return arrays
 
 
+def to_dialogues(path, arrays) -> list[Dialogue]:
+    """The dialogues of a shard's arrays, in order."""
+    ids, starts = torch.from_numpy(arrays["ids"].astype(np.int64)), arrays["starts"].tolist()
+    return [Dialogue(ids[a:b], answer, temperature, path, a)
+            for a, b, answer, temperature in zip(starts, starts[1:], arrays["answer"].tolist(), arrays["temperature"].tolist())]
+
+
 def read(folder: Path) -> tuple[list[Dialogue], list[Dialogue]]:
     """All shards of a folder -> (training dialogues, held-out dialogues)."""
     training, held_out = [], []
     for path in sorted(folder.glob("*.npz")):
-        shard = load_shard(path)
-        ids, starts = torch.from_numpy(shard["ids"].astype(np.int64)), shard["starts"].tolist()
-        for i, (answer, temperature) in enumerate(zip(shard["answer"].tolist(), shard["temperature"].tolist())):
-            part = training if i % HELD_OUT else held_out
-            part.append(Dialogue(ids[starts[i] : starts[i + 1]], answer, temperature, path, starts[i]))
+        for i, d in enumerate(to_dialogues(path, load_shard(path))):
+            (training if i % HELD_OUT else held_out).append(d)
     if not training:
         raise smollm2.SetupError(f"no data in {folder}: run 'python train.py generate' first")
     return training, held_out
@@ -202,6 +223,21 @@ def extract(target, dialogues, layers):
     return list(zip(features.split(lengths), last.split(lengths), normaliser.split(lengths)))
 
 
+def made_from(layers, dialogues) -> str:
+    """What a features file was made from: these layers, exactly these dialogues (a shard may be written anew, or used in part)."""
+    crc = 0
+    for d in sorted(dialogues, key=lambda d: d.start):
+        crc = zlib.crc32(d.ids.numpy().tobytes(), crc)
+    return repr((tuple(layers), crc))
+
+
+def save_features(shard, made, features, last, normaliser):
+    """features (n, m * D), last (n, D), normaliser (n,) of a shard's n tokens, into the file beside it."""
+    unfinished = shard.with_suffix(".features.part")
+    save_file(dict(features=features.bfloat16(), last=last.bfloat16(), normaliser=normaliser), unfinished, dict(made_from=made))
+    unfinished.rename(shard.with_suffix(".features"))  # whole or not at all
+
+
 class Features:
     """The features of all dialogues, read from files beside their shards; made here where they are missing.
 
@@ -209,16 +245,14 @@ class Features:
     """
 
     def __init__(self, target, layers, dialogues, batch_tokens=3000):
-        self.files = {}
-        # what a file was made from: these layers, exactly these dialogues (a shard may be written anew, or used in part)
-        made_from = {}
+        self.files, by_shard = {}, {}
         for d in dialogues:
-            made_from[d.shard] = zlib.crc32(d.ids.numpy().tobytes(), made_from.get(d.shard, d.start))
-        made_from = {shard: repr((tuple(layers), crc)) for shard, crc in made_from.items()}
-        missing = {shard for shard, made in made_from.items() if not self.open(shard, made)}
+            by_shard.setdefault(d.shard, []).append(d)
+        made = {shard: made_from(layers, part) for shard, part in by_shard.items()}
+        missing = {shard for shard in made if not self.open(shard, made[shard])}
         todo, done, begin = sum(len(d.ids) for d in dialogues if d.shard in missing), 0, time.time()
         for path in sorted(missing):
-            mine = sorted((d for d in dialogues if d.shard == path), key=lambda d: len(d.ids))  # alike lengths: little padding
+            mine = sorted(by_shard[path], key=lambda d: len(d.ids))  # alike lengths: little padding
             n, D = max(d.start + len(d.ids) for d in mine), target.config.d_model
             features = torch.empty(n, len(layers) * D, dtype=torch.bfloat16)
             last, normaliser = torch.empty(n, D, dtype=torch.bfloat16), torch.empty(n)
@@ -231,20 +265,18 @@ class Features:
                     done += len(d.ids)
                 left = (time.time() - begin) / done * (todo - done) / 60
                 print(f"\rfeatures: {done}/{todo} tokens, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
-            unfinished = path.with_suffix(".part")
-            save_file(dict(features=features, last=last, normaliser=normaliser), unfinished, dict(made_from=made_from[path]))
-            unfinished.rename(path.with_suffix(".features"))  # whole or not at all
-            assert self.open(path, made_from[path])
+            save_features(path, made[path], features, last, normaliser)
+            assert self.open(path, made[path])
         if missing:
             print(file=sys.stderr)
 
-    def open(self, shard, made_from) -> bool:
+    def open(self, shard, made) -> bool:
         """Map the shard's features if they exist and were made from the same."""
         try:
             f = safe_open(shard.with_suffix(".features"), framework="pt")
         except (FileNotFoundError, SafetensorError):
             return False
-        if (f.metadata() or {}).get("made_from") != made_from:
+        if (f.metadata() or {}).get("made_from") != made:
             return False
         self.files[shard] = [f.get_slice(name) for name in ("features", "last", "normaliser")]
         return True

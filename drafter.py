@@ -28,6 +28,7 @@ from target import KVCache, Layer, RMSNorm, Rows, Target, TargetConfig, attend, 
 from verify import logits_to_probs, sample
 
 HEADS = ("none", "markov", "gated", "rnn")
+KINDS = (*HEADS, "eagle")  # eagle is baselines.py's
 
 
 @dataclass
@@ -35,8 +36,13 @@ class DrafterConfig:
     gamma: int = 7                                # trained block length: a longer block is refused, a shorter one works
     n_layers: int = 2
     feature_layers: tuple[int, ...] = (2, 15, 27)  # 0-based target layers, never its last (Sec. 2.2)
-    head: str = "markov"                          # none is DFlash; gated and rnn see h_k too
-    rank: int = 96                                # r of the sequential head
+    head: str = "markov"                          # gated and rnn see h_k too; none is DFlash; eagle is in baselines.py
+    rank: int = 96                                # r of the sequential head; 0 where there is none
+
+    def __post_init__(self):
+        self.feature_layers = tuple(self.feature_layers)  # a list when read from JSON
+        if self.head not in ("markov", "gated", "rnn"):
+            self.rank = 0  # no W1, no W2: nothing to store, nothing to count
 
 
 @dataclass
@@ -59,7 +65,9 @@ class SequentialHead(nn.Module):
         super().__init__()
         self.kind = kind
         self.W1 = nn.Embedding(K + 1, rank)
-        self.W2 = nn.Linear(rank, K, bias=False)
+        self.W2 = nn.Linear(max(rank, 1), K, bias=False)
+        if rank == 0:  # no head: the same code, with a bias that is a sum over nothing
+            self.W2.weight = nn.Parameter(torch.empty(K, 0))
         if kind == "gated":
             self.gate = nn.Linear(d + rank, rank)
         if kind == "rnn":
@@ -73,7 +81,7 @@ class SequentialHead(nn.Module):
             g, c, o = self.joint(torch.cat([state, previous, h], dim=-1)).chunk(3, dim=-1)
             g = torch.sigmoid(g)
             return torch.tanh(o), g * state + (1 - g) * torch.tanh(c)
-        return (previous, state) if self.kind == "markov" else (torch.zeros_like(previous), state)  # Eq. 5
+        return previous, state  # Eq. 5; without a head it is 0 wide
 
 
 class Drafter(nn.Module):
@@ -81,7 +89,7 @@ class Drafter(nn.Module):
         """draft_ids (K,) int64 ascending: the ids that can be drafted. Embedding, head rows and sizes are the target's."""
         super().__init__()
         c, t = config, target.config
-        assert c.head in HEADS, f"head must be one of {HEADS}"
+        assert c.head in KINDS, f"head must be one of {KINDS}"
         layers = list(c.feature_layers)
         assert layers and layers == sorted(set(layers) & set(range(t.n_layers - 1))), (
             "feature layers: 0-based, rising, never the target's last")
@@ -106,16 +114,22 @@ class Drafter(nn.Module):
                                 head_rows=target.head.weight.detach()[draft_ids]).items():
             self.register_buffer(name, value, persistent=False)
 
+    @property
+    def dtype(self):
+        return self.norm.weight.dtype
+
     # ----- what the engine calls ---------------------------------------------------------------------------------------
 
     def new_cache(self, slots: int, max_len: int) -> KVCache:
         t = self.target_config
         # a block may reach up to gamma positions past the last token
-        return KVCache(len(self.layers), slots, max_len + self.gamma, t.n_kv_heads, t.head_dim, self.mask.dtype, self.mask.device)
+        return KVCache(len(self.layers), slots, max_len + self.gamma, t.n_kv_heads, t.head_dim, self.dtype, self.norm.weight.device)
 
     @torch.inference_mode()
-    def extend(self, features, slots, positions, cache):
-        """Add committed tokens to the context: features (N, m * D) of rows at slots, positions (N,). Never of rejected ones."""
+    def extend(self, tokens, features, slots, positions, cache):
+        """Add committed tokens (N,) at slots, positions (N,) to the context, by the target's features (N, m * D). Never rejected ones.
+
+        (The features say all that this drafter reads; those of baselines.py look at the tokens too.)"""
         rows = Rows(slots, positions, features.dtype)
         context = self.context(features)
         cos, sin = self.rotation(positions)
@@ -150,7 +164,7 @@ class Drafter(nn.Module):
 
     def rotation(self, positions):
         """cos and sin (.., 1, d of a head) in the drafter's dtype."""
-        return (table[positions].unsqueeze(-2).to(self.mask.dtype) for table in (self.cos, self.sin))
+        return (table[positions].unsqueeze(-2).to(self.dtype) for table in (self.cos, self.sin))
 
     def context(self, features):
         """features (.., m * D) -> H_ctx (.., D), Eq. 2."""
@@ -174,7 +188,7 @@ class Drafter(nn.Module):
         """The parallel backbone with a cache: hidden states (R, G, D). Slot j stands at its true position, anchor + j."""
         places = positions[:, None] + torch.arange(G, device=anchors.device)  # (R, G)
         sees = (positions + G - 1).repeat_interleave(G)  # every row sees the context and the whole block
-        rows = Rows(slots.repeat_interleave(G), places.flatten(), self.mask.dtype, sees)
+        rows = Rows(slots.repeat_interleave(G), places.flatten(), self.dtype, sees)
         cos, sin = self.rotation(rows.positions)
         x = self.block_input(anchors, G).flatten(0, 1)  # (R * G, D)
         for i, layer in enumerate(self.layers):
@@ -183,8 +197,6 @@ class Drafter(nn.Module):
 
     def confidence_logit(self, h, previous):
         """h (.., D), previous (.., r) = W1[x_{k-1}] -> (..). It never sees x_k itself: that is what keeps Sec. 3.2 lossless."""
-        if self.config.head == "none":  # no sequential head, no W1: the backbone alone
-            previous = torch.zeros_like(previous)
         return self.confidence(torch.cat([h, previous], dim=-1)).squeeze(-1)
 
     # ----- training form: many anchors per sequence, teacher forced ----------------------------------------------------
@@ -197,7 +209,7 @@ class Drafter(nn.Module):
         Anchors must satisfy anchor + G <= L - 1 or have their labels masked by the caller.
         """
         (B, L), A, G = tokens.shape, anchors.shape[1], self.gamma
-        dtype, device = self.mask.dtype, tokens.device
+        dtype, device = self.dtype, tokens.device
         context = self.context(features.to(dtype))
         cos, sin = self.rotation(torch.arange(L, device=device))
         places = (anchors[:, :, None] + torch.arange(G, device=device)).flatten(1)  # (B, A * G) true positions
@@ -230,9 +242,17 @@ class Drafter(nn.Module):
 # Making, saving, loading
 
 
+def model_class(config: DrafterConfig):
+    """Drafter, or the baseline that this configuration names."""
+    if config.head == "eagle":
+        from baselines import Eagle  # it is built from this file's parts
+        return Eagle
+    return Drafter
+
+
 def from_target(config: DrafterConfig, target: Target, draft_ids) -> Drafter:
     """A fresh drafter that starts as the target's last layers: their weights already read such hidden states."""
-    drafter = Drafter(config, target, draft_ids)
+    drafter = model_class(config)(config, target, draft_ids)
     n, D = config.n_layers, target.config.d_model
     for layer, source in zip(drafter.layers, target.layers[-n:]):
         layer.load_state_dict(source.state_dict())
@@ -242,10 +262,13 @@ def from_target(config: DrafterConfig, target: Target, draft_ids) -> Drafter:
         drafter.context_proj.weight.zero_()
         drafter.context_proj.weight[:, -D:] = torch.eye(D)
         drafter.context_norm.weight.copy_(target.layers[-n].attn_norm.weight)
-        drafter.mask.copy_(target.embed.weight.float().mean(0))
-        nn.init.normal_(drafter.head.W1.weight, std=1.0)
         nn.init.zeros_(drafter.head.W2.weight)  # the bias B starts at nothing and the backbone's logits alone decide
         nn.init.zeros_(drafter.confidence.weight)
+        if config.head == "eagle":
+            drafter.join.weight.zero_()
+            drafter.join.weight[:, D:] = torch.eye(D)  # likewise: starts as the state of the position before
+        else:
+            drafter.mask.copy_(target.embed.weight.float().mean(0))
     return drafter
 
 
@@ -264,7 +287,7 @@ def load(path, target: Target) -> Drafter:
         with safe_open(path, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             config = DrafterConfig(**json.loads(f.metadata()["config"]))
-        drafter = Drafter(config, target, tensors.pop("draft_ids").long().to(target.device))
+        drafter = model_class(config)(config, target, tensors.pop("draft_ids").long().to(target.device))
         drafter.load_state_dict({name: t.to(target.dtype) for name, t in tensors.items()}, assign=True)
     except FileNotFoundError:
         raise ValueError(f"no drafter at {path}: train one with 'python train.py fit', or pass --drafter none")
@@ -278,7 +301,8 @@ def tiny_drafter(target: Target, gamma=3, head="markov", K=None, seed=1) -> Draf
     torch.manual_seed(seed)
     V = target.config.vocab_size
     ids = torch.randperm(V)[:K].sort().values if K else torch.arange(V)
-    drafter = Drafter(DrafterConfig(gamma, n_layers=1, feature_layers=(0, 1), head=head, rank=8), target, ids)
+    config = DrafterConfig(gamma, n_layers=1, feature_layers=(0, 1), head=head, rank=8)
+    drafter = model_class(config)(config, target, ids)
     return drafter.to(target.dtype).eval().requires_grad_(False)
 
 
@@ -288,6 +312,6 @@ if __name__ == "__main__":
     tokens, slots, positions = torch.randint(64, (n,)), torch.zeros(n, dtype=torch.long), torch.arange(n)
     logits, features = target(tokens, slots, positions, cache, drafter.feature_layers)
     draft_cache = drafter.new_cache(1, 64)
-    drafter.extend(features, slots, positions, draft_cache)
+    drafter.extend(tokens, features, slots, positions, draft_cache)
     draft = drafter.propose(logits[-1:].argmax(-1), slots[:1], positions[-1:] + 1, draft_cache, 3, torch.rand(1, 3), 1.0)
     print(f"after {n} tokens: draft tokens {draft.tokens.tolist()}, confidence {draft.confidence.tolist()}")

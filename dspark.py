@@ -196,7 +196,7 @@ class Engine:
             # features of rejected tokens are dropped here: the drafter's context is committed text, nothing else
             committed = self.rows([[r.tokens[-1], *x[:n]] for r, x, n in zip(self.active, tokens, n_accepted)])
             features = features if len(keep) == len(features) else features[keep]
-            self.drafter.extend(features, *committed[1:], self.draft_cache)
+            self.drafter.extend(committed[0], features, *committed[1:], self.draft_cache)
         for i, r in enumerate(list(self.active)):
             self.cached[r.slot] += 1 + n_accepted[i]  # this is the rollback: rows beyond it are never seen again
             new = tokens[i][: n_accepted[i]] + [next_token[i]]
@@ -225,7 +225,7 @@ class Engine:
             slots = torch.full_like(piece, request.slot)
             logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])  # (1, V): the newest row
             if self.drafter:
-                self.drafter.extend(features, slots, places, self.draft_cache)
+                self.drafter.extend(piece, features, slots, places, self.draft_cache)
         self.cached[request.slot] = len(prompt)
         s = request.sampling
         u = torch.rand(1, generator=request.random, dtype=torch.float64).to(logits.device)

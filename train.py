@@ -104,7 +104,7 @@ class DraftLoss(torch.autograd.Function):
             g.scatter_add_(1, col, -ce * known)
             g = (g * w[s, None]).to(x.dtype)  # d loss / d logits: all that backward will need
             grad_x[s] = g @ weight
-            grad_W2 += (g.T @ x[s, -r:]).to(grad_W2.dtype)
+            grad_W2 += (g.T @ x[s, x.shape[1] - r :]).to(grad_W2.dtype)
         ctx.save_for_backward(grad_x, grad_W2)
         ctx.mark_non_differentiable(accept, passed, agree)
         return total, accept, passed, agree
@@ -369,6 +369,7 @@ def calibrate(args):
 
 
 # least sensible value of each option; 8 tokens hold any opening
+FEATURE_LAYERS = [2, 15, 27]
 LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, updates=1, batch=1, anchors=1, gamma=1, layers=1, rank=1,
              eval_every=1, prompts=2, max_new_tokens=1)
 
@@ -386,6 +387,7 @@ def main():
     g.add_argument("--slots", type=int, default=128, help="dialogues written at a time")
     g.add_argument("--max-question", type=int, default=64)
     g.add_argument("--max-answer", type=int, default=256)
+    g.add_argument("--feature-layers", type=int, nargs="+", default=FEATURE_LAYERS, help="whose states to keep for 'fit'")
     g.set_defaults(run=corpus.generate)
     f = commands.add_parser("fit", help="train a drafter")
     f.add_argument("--name", default="dspark")
@@ -394,8 +396,8 @@ def main():
     f.add_argument("--anchors", type=int, default=32, help="blocks a dialogue")
     f.add_argument("--gamma", type=int, default=7)
     f.add_argument("--layers", type=int, default=2)
-    f.add_argument("--feature-layers", type=int, nargs="+", default=[2, 15, 27])
-    f.add_argument("--head", choices=drafting.HEADS, default="markov")
+    f.add_argument("--feature-layers", type=int, nargs="+", default=FEATURE_LAYERS)
+    f.add_argument("--head", choices=drafting.KINDS, default="markov", help="none: DFlash; eagle: autoregressive, with --layers 1")
     f.add_argument("--rank", type=int, default=96)
     f.add_argument("--draft-vocab", type=int, default=8192)
     f.add_argument("--lr", type=float, default=6e-3)

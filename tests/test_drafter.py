@@ -61,7 +61,7 @@ def fill(drafter, cache, slot, features, start=0):
     """Add features (n, m * D) to the slot's context at positions start, start + 1, .."""
     n = len(features)
     if n:
-        drafter.extend(features, torch.full((n,), slot), torch.arange(start, start + n), cache)
+        drafter.extend(torch.zeros(n, dtype=torch.long), features, torch.full((n,), slot), torch.arange(start, start + n), cache)
 
 
 def solo(drafter, features, anchor, u, temperature=1.0, **kw):
@@ -333,7 +333,7 @@ def test_many_cycles_leave_the_cache_as_if_filled_once():
         accepted_counts |= {x - 1 for x in n}
         rows = torch.cat([streams[s][at[s] : at[s] + x] for s, x in zip(live, n)])
         places = torch.cat([torch.arange(at[s], at[s] + x) for s, x in zip(live, n)])
-        drafter.extend(rows, torch.tensor(live).repeat_interleave(torch.tensor(n)), places, cache)
+        drafter.extend(torch.zeros(len(places), dtype=torch.long), rows, torch.tensor(live).repeat_interleave(torch.tensor(n)), places, cache)
         for s, x in zip(live, n):
             at[s] += x
     assert accepted_counts == {0, 1, 2, 3} and at[2] < 40 and at[0] > 60
@@ -559,7 +559,7 @@ def test_from_target_starts_as_the_last_layers_with_no_bias(head):
         assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), source.state_dict().values()))
     features = features_of(5)
     assert gap(drafter.context_proj(features), features[:, D:]) < EXACT  # the deepest feature
-    assert drafter.head.W2.weight.abs().max() == 0 and drafter.head.W1.weight.std() > 0.5
+    assert (head == "none" or drafter.head.W2.weight.abs().max() == 0 and drafter.head.W1.weight.std() > 0.5)
     draft = solo(drafter, features, 5, rand(1, 3))
     assert gap(draft.p_draft[0], torch.softmax(oracle_block(drafter, features, 5, 3) @ target.head.weight.T, -1)) < EXACT
     assert all(p.requires_grad for p in drafter.parameters())
@@ -674,7 +674,7 @@ def test_tiny_drafter_proposes_for_a_real_forward_of_its_target():
     tokens, zeros, places = randint(V, n), torch.zeros(n, dtype=torch.long), torch.arange(n)
     logits, features = target(tokens, zeros, places, target.new_cache(1, 64), drafter.feature_layers)
     anchor, cache = logits[-1:].argmax(-1), drafter.new_cache(1, 64)
-    drafter.extend(features, zeros, places, cache)
+    drafter.extend(zeros, features, zeros, places, cache)
     draft = drafter.propose(anchor, zeros[:1], torch.tensor([n]), cache, 3, rand(1, 3), 1.0)
     p, c = oracle(drafter, features, int(anchor), draft.tokens[0])
     assert gap(draft.p_draft[0], p) < EXACT and gap(draft.confidence[0].double(), c) < F32_STEP

@@ -95,7 +95,7 @@ class ScriptedDrafter:
     def new_cache(self, slots, max_len):
         return {slot: [] for slot in range(slots)}  # positions whose features were handed over
 
-    def extend(self, features, slots, positions, cache):
+    def extend(self, tokens, features, slots, positions, cache):
         assert len(features) == len(slots) == len(positions)
         for slot, place in zip(slots.tolist(), positions.tolist()):
             cache[slot].append(place)
@@ -170,12 +170,12 @@ def greedy(n, **kw):
 # greedy: whatever drafts and whatever cuts, the ids are those of plain decoding
 
 
-@pytest.mark.parametrize("head", drafting.HEADS)
+@pytest.mark.parametrize("head", drafting.KINDS)
 def test_greedy_is_plain_decoding_for_every_head_gamma_and_policy(target, head):
     n = 12
     wanted = [plain_loop(target, p, n) for p in PROMPTS]
     assert [r.ids for r in generate(target, None, PROMPTS, sampling=greedy(n))] == wanted
-    drafter = lively(tiny_drafter(target, G, head, K=None if head == "markov" else 9))
+    drafter = lively(tiny_drafter(target, G, head, K=None if head in ("markov", "eagle") else 9))
     accepted, rejected, lengths = 0, 0, set()
     for gamma in range(1, G + 1):
         for name, policy in POLICIES.items():
@@ -314,6 +314,8 @@ LAWS = [
     ("rnn", None, None, dict(temperature=1.0, top_k=3)),
     ("markov", None, pairs, dict(temperature=1.0)),
     ("gated", 3, pairs, dict(temperature=0.7, top_p=0.8)),
+    ("eagle", 4, None, dict(temperature=1.0)),
+    ("eagle", None, pairs, dict(temperature=0.7)),
     ("markov", None, POLICIES["threshold"], dict(temperature=1.0)),
     ("markov", 4, POLICIES["threshold"], dict(temperature=1.5, top_k=4, top_p=0.9)),
 ]
@@ -718,7 +720,7 @@ def test_caches_equal_a_fresh_forward_after_every_cycle(target, policy, temperat
             x, zeros, places = torch.tensor(r.tokens[:n]), torch.zeros(n, dtype=torch.long), torch.arange(n)
             cache, context = target.new_cache(1, n), drafter.new_cache(1, n)
             _, features = target(x, zeros, places, cache, drafter.feature_layers)
-            drafter.extend(features, zeros, places, context)
+            drafter.extend(zeros, features, zeros, places, context)
             assert n >= len(r.tokens) - 1
             for have, wanted in ((engine.cache, cache), (engine.draft_cache, context)):
                 for a, b in zip(have.k + have.v, wanted.k + wanted.v):

@@ -42,7 +42,8 @@ def make(head="markov", K=40, gamma=3, trainable=True):
     target = tiny_target().double()
     torch.manual_seed(3)
     ids = torch.randperm(V)[:K].sort().values
-    drafter = Drafter(DrafterConfig(gamma, n_layers=1, feature_layers=(0, 1), head=head, rank=RANK), target, ids).double()
+    config = DrafterConfig(gamma, n_layers=1, feature_layers=(0, 1), head=head, rank=RANK)
+    drafter = drafting.model_class(config)(config, target, ids).double()
     return target, drafter.requires_grad_(trainable)
 
 
@@ -157,7 +158,7 @@ def test_the_gradient_scales_with_what_comes_after():
     assert torch.equal(3 * one, three)
 
 
-@pytest.mark.parametrize("head", drafting.HEADS)
+@pytest.mark.parametrize("head", drafting.KINDS)
 def test_losses_equal_the_paper_s_formula_block_by_block(head):
     """Eq. 9 to 12 from dialogues to a number and to the gradient of every parameter: weights, labels, rows, masks, BCE."""
     target, drafter = make(head)
@@ -640,7 +641,7 @@ def test_features_of_other_text_are_not_taken_for_this_one(tmp_path):
 
 
 def test_optimizers_share_out_every_parameter_once():
-    for head in drafting.HEADS:
+    for head in drafting.KINDS:
         _, drafter = make(head)
         muon, adamw = train.make_optimizers(drafter, 1e-3)
         groups = [[id(p) for g in o.param_groups for p in g["params"]] for o in (muon, adamw)]
