@@ -29,37 +29,10 @@ from rich.table import Table
 import cli
 import dspark
 import smollm2
+from corpus import PROMPTS, read_prompts
 from target import keep_freed_memory
 
-PROMPTS = Path(__file__).parent / "prompts.jsonl"
 PHASES = ("draft", "schedule", "verify", "commit")
-
-
-def read_prompts(path) -> list[tuple[str, str]]:
-    """JSONL of {"prompt": str} or {"turns": [str, ..]} (first turn), optional "domain" -> [(domain, prompt)]."""
-    prompts = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also split at U+2028, within a string
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():  # a blank line, most often the last
-            continue
-        try:
-            item = json.loads(line)
-            turns = [item["prompt"]] if "prompt" in item else item["turns"]
-            text = turns[0] if isinstance(turns, list) else None  # a string has a first letter, not a first turn
-            if not (isinstance(text, str) and text.strip()):
-                raise ValueError("empty")
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise ValueError(f'{path}, line {number}: not an object with a non-empty "prompt" or "turns"')
-        domain = str(item.get("domain", item.get("category", "all"))).encode("utf-8", "replace").decode()
-        if domain == "macro":
-            raise ValueError(f'{path}, line {number}: a domain cannot be called "macro", the name of the mean over domains')
-        prompts.append((domain, text))
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts")
-    return prompts
 
 
 def machine(setup) -> dict:

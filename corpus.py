@@ -11,6 +11,7 @@ Features per token, in bf16: hidden states of the drafter's feature layers (m * 
 Held out every 50th dialogue, by its place in its shard: never trained on, used for the reported tau and for calibration.
 Letters  S slots, L tokens of a dialogue, D width, m feature layers.
 """
+import json
 import sys
 import time
 import zipfile
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 import smollm2
 from verify import logits_to_probs, sample
 
+PROMPTS = Path(__file__).parent / "prompts.jsonl"  # what bench.py decodes
 HELD_OUT = 50  # every 50th dialogue of a shard
 
 # The model writes its questions itself, after its own user header. Openings steer it towards the domains that people use
@@ -209,6 +211,54 @@ def read(folder: Path) -> tuple[list[Dialogue], list[Dialogue]]:
     if not training:
         raise smollm2.SetupError(f"no data in {folder}: run 'python train.py generate' first")
     return training, held_out
+
+
+def read_prompts(path) -> list[tuple[str, str]]:
+    """JSONL of {"prompt": str} or {"turns": [str, ..]} (first turn), optional "domain" -> [(domain, prompt)]."""
+    prompts = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also split at U+2028, within a string
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():  # a blank line, most often the last
+            continue
+        try:
+            item = json.loads(line)
+            turns = [item["prompt"]] if "prompt" in item else item["turns"]
+            text = turns[0] if isinstance(turns, list) else None  # a string has a first letter, not a first turn
+            if not (isinstance(text, str) and text.strip()):
+                raise ValueError("empty")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f'{path}, line {number}: not an object with a non-empty "prompt" or "turns"')
+        domain = str(item.get("domain", item.get("category", "all"))).encode("utf-8", "replace").decode()
+        if domain == "macro":
+            raise ValueError(f'{path}, line {number}: a domain cannot be called "macro", the name of the mean over domains')
+        prompts.append((domain, text))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def without(dialogues, prompts, run=13):
+    """The dialogues that share no run of 13 tokens with an evaluation prompt (ids; a shorter prompt counts whole).
+
+    The target writes its questions itself, so it may ask one that is in the benchmark; a drafter must not have seen it."""
+    known = {}  # length -> all runs of that length
+    for ids in prompts:
+        n = min(run, len(ids))
+        known.setdefault(n, set()).update(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
+
+    def clean(d):
+        ids = d.ids.tolist()
+        return not any(tuple(ids[i : i + n]) in runs for n, runs in known.items() for i in range(len(ids) - n + 1))
+
+    return [d for d in dialogues if clean(d)]
+
+
+def fingerprint(prompts) -> str:
+    """A short name for a list of (domain, prompt): a drafter's record says which prompts it has not seen."""
+    return f"{len(prompts)} prompts, crc {zlib.crc32(repr(sorted(text for _, text in prompts)).encode()):08x}"
 
 
 @torch.inference_mode()

@@ -115,27 +115,32 @@ class DraftLoss(torch.autograd.Function):
         return g * grad_x, g * grad_W2, *[None] * 7
 
 
+def label_rows(drafter, batch, decay):
+    """The drafter's side of every label row: h (M, D), code and previous (M, r), weight w (M,) and column (M,) of the label among
+    the draft ids, -1 where it is none. Position k weighs w_k = exp(-(k-1) / decay), normalised to sum 1 over the batch."""
+    tokens, features, anchors, valid, rows = batch
+    h, code, previous = drafter(features, tokens, anchors)
+    w = torch.exp(-rows["k"] / decay)  # k counts from 0 here
+    column = drafter.w1_row[rows["label"]]  # K stands for "none of them"
+    return h[valid], code[valid], previous[valid], w / w.sum(), torch.where(column < len(drafter.draft_ids), column, -1)
+
+
 def losses(drafter, batch, mix, decay, through):
     """Eq. 9-12 over one batch: L = drafting loss + 1.0 L_conf, L_conf = w BCE(c, c*) with the label c* detached (Eq. 8, 11).
 
-    Position k weighs w_k = exp(-(k-1) / decay), normalised to sum 1 over the batch. mix: weights (kl, ce, tv), the paper's are
-    (0, 0.1, 0.9). through: let L_conf reach the backbone, as the paper's code does.
+    mix: weights (kl, ce, tv), the paper's are (0, 0.1, 0.9). through: let L_conf reach the backbone, as the paper's code does.
     -> loss, and per label row (M,): c*, passed, agree as in DraftLoss, and the confidence logit.
     """
-    tokens, features, anchors, valid, rows = batch
+    rows = batch[-1]
     with torch.autocast("cpu", torch.bfloat16):
-        h, code, previous = drafter(features, tokens, anchors)
-        x = torch.cat([h, code], dim=-1)[valid].to(drafter.head_rows.dtype)  # (M, D + r)
-        w = torch.exp(-rows["k"] / decay)  # k counts from 0 here
-        w = w / w.sum()
-        column = drafter.w1_row[rows["label"]]  # of the label among the K draft ids; K stands for "none of them"
-        column = torch.where(column < len(drafter.draft_ids), column, -1)
+        h, code, previous, w, column = label_rows(drafter, batch, decay)
+        x = torch.cat([h, code], dim=-1).to(drafter.head_rows.dtype)  # (M, D + r)
         loss, accept, passed, agree = DraftLoss.apply(
             x, drafter.head.W2.weight, drafter.head_rows, rows["last"], rows["normaliser"], column, w, mix
         )
         # Stop-gradient unless asked otherwise: the confidence loss would bend the backbone away from drafting well
         h, previous = (h, previous) if through else (h.detach(), previous.detach())
-        confidence = drafter.confidence_logit(h[valid], previous[valid]).float()
+        confidence = drafter.confidence_logit(h, previous).float()
     # a soft label, detached (it comes out of DraftLoss without a gradient): the head learns to predict, not to please
     conf_loss = (w * F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")).sum()
     return loss + conf_loss, accept, passed, agree, confidence.detach()
@@ -196,10 +201,44 @@ def loss_mix(kind, progress):
     return 1.0 - paper, 0.1 * paper, 0.9 * paper
 
 
-def fit(args):
-    torch.manual_seed(args.seed)
+def refit_confidence(drafter, features, dialogues, decay, steps=60):
+    """Fit the confidence head anew, alone, on dialogues that the drafter was not trained on (not in the paper).
+
+    While both train, the head sees how well the drafter does on texts that it begins to know by heart, and learns to promise
+    too much. It is one linear layer (D + r + 1 numbers), so a few dozen fresh dialogues are plenty. Every row weighs w_k as before.
+    """
+    inputs, labels, weights, rng = [], [], [], np.random.default_rng(0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for i in range(0, len(dialogues), 8):
+            part = dialogues[i : i + 8]
+            batch = make_batch(part, [features.get(d) for d in part], 48, drafter.gamma, rng)
+            h, code, previous, w, column = label_rows(drafter, batch, decay)
+            x = torch.cat([h, code], dim=-1).to(drafter.head_rows.dtype)
+            rows = batch[-1]
+            _, accept, _, _ = DraftLoss.apply(x, drafter.head.W2.weight, drafter.head_rows, rows["last"], rows["normaliser"], column, w,
+                                              (1.0, 0.0, 0.0))
+            inputs.append(torch.cat([h, previous], dim=-1).float()), labels.append(accept), weights.append(torch.exp(-rows["k"] / decay))
+    x, y, w = torch.cat(inputs), torch.cat(labels), torch.cat(weights)
+    w = w / w.sum()
+    weight, bias = drafter.confidence.weight, drafter.confidence.bias
+    start = weight.detach().clone()
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        logit = F.linear(x, weight, bias)[:, 0]
+        # pulled towards what training found, as hard as 1,000 rows could speak against it: few dialogues change little
+        loss = (w * F.binary_cross_entropy_with_logits(logit, y, reduction="none")).sum() + 1e3 / len(y) * ((weight - start) ** 2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def prepare(args):
+    """Data, features and a fresh drafter for fit -> (drafter, features, training, held_out, facts for the record)."""
     training, held_out = corpus.read(args.data)
-    target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
     if len(training) < args.batch:
         raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
     if not 1 <= args.draft_vocab <= target.config.vocab_size:
@@ -208,8 +247,14 @@ def fit(args):
         raise ValueError(f"feature layers {args.feature_layers}: must be rising, in 0..{target.config.n_layers - 2} (never the last)")
     if args.layers > target.config.n_layers:
         raise ValueError(f"--layers {args.layers}: a drafter starts as the target's last layers, which has {target.config.n_layers}")
+    if args.head == "eagle" and args.layers != 1:
+        raise ValueError(f"--layers {args.layers}: --head eagle has one layer")
     if max(d.ids.max().item() for d in training) >= target.config.vocab_size:
         raise ValueError(f"{args.data} holds ids beyond this target's vocabulary: was it written by another model?")
+    known = corpus.read_prompts(args.evaluation)
+    kept = corpus.without(training, [smollm2.encode(encoding, text) for _, text in known])
+    facts = dict(evaluation_prompts=corpus.fingerprint(known), left_out_as_too_like_them=len(training) - len(kept))
+    training = kept
     # counted over answers only, and never over what is held out
     counts = torch.bincount(torch.cat([d.ids[d.answer :] for d in training]), minlength=target.config.vocab_size)
     draft_ids = counts.topk(args.draft_vocab).indices.sort().values
@@ -219,29 +264,44 @@ def fit(args):
     drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
     features = corpus.Features(target, drafter.feature_layers, training + held_out)
+    facts |= dict(parameters=sum(p.numel() for p in drafter.parameters()), dialogues=len(training), answer_tokens=counts.sum().item(),
+                  draft_coverage=coverage, trained_positions=args.updates * args.batch * args.anchors * args.gamma)
+    print(f"{len(training)} dialogues ({facts['left_out_as_too_like_them']} left out: too like the evaluation prompts), {counts.sum()} answer "
+          f"tokens (draft vocabulary covers {coverage:.1%}), {len(held_out)} held out; {facts['parameters'] / 1e6:.1f} M parameters; "
+          f"{args.updates} updates of {args.batch} x {args.anchors} blocks", flush=True)
+    return drafter, features, training, held_out, facts
+
+
+def resume(checkpoint, made_for, drafter, optimizers):
+    """Continue from a checkpoint if there is one -> (update, history, seconds spent)."""
+    if not checkpoint.exists():
+        return 0, [], 0.0
+    try:
+        state = torch.load(checkpoint, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError):
+        raise ValueError(f"{checkpoint} is broken: delete it to start anew")
+    if state["made_for"] != made_for:
+        raise ValueError(f"{checkpoint} was made with other settings or data: choose another --name, or delete it")
+    drafter.load_state_dict(state["drafter"])
+    for o, s in zip(optimizers, state["optimizers"]):
+        o.load_state_dict(s)
+    return state["update"], state["history"], state["spent"]
+
+
+def fit(args):
+    torch.manual_seed(args.seed)
+    drafter, features, training, held_out, facts = prepare(args)
     optimizers = make_optimizers(drafter, args.lr)
-    n_params = sum(p.numel() for p in drafter.parameters())
-    print(f"{len(training)} dialogues, {counts.sum()} answer tokens (draft vocabulary covers {coverage:.1%}), {len(held_out)} held "
-          f"out; {n_params / 1e6:.1f} M parameters; {args.updates} updates of {args.batch} x {args.anchors} blocks", flush=True)
-    checkpoint, update, history, spent = args.data / f"{args.name}.ckpt", 0, [], 0.0
+    checkpoint = args.data / f"{args.name}.ckpt"
     # what a checkpoint has to agree with: everything that the run depends on
     settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "data", "out", "eval_every")}
-    made_for = repr((sorted(settings.items()), draft_ids.tolist(), len(training)))
+    made_for = repr((sorted(settings.items()), drafter.draft_ids.tolist(), len(training)))
     args.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-    if checkpoint.exists():
-        try:
-            state = torch.load(checkpoint, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError):
-            raise ValueError(f"{checkpoint} is broken: delete it to start anew")
-        if state["made_for"] != made_for:
-            raise ValueError(f"{checkpoint} was made with other settings or data: choose another --name, or delete it")
-        if state["update"] == args.updates and all((args.out / f"{args.name}.{x}").exists() for x in ("safetensors", "json")):
-            print(f"{args.name} is trained already; delete {checkpoint} to train it anew")
-            return
-        drafter.load_state_dict(state["drafter"])
-        for o, s in zip(optimizers, state["optimizers"]):
-            o.load_state_dict(s)
-        update, history, spent = state["update"], state["history"], state["spent"]
+    update, history, spent = resume(checkpoint, made_for, drafter, optimizers)
+    if update == args.updates and all((args.out / f"{args.name}.{x}").exists() for x in ("safetensors", "json")):
+        print(f"{args.name} is trained already; delete {checkpoint} to train it anew")
+        return
+    if update:
         print(f"resuming {checkpoint} at update {update}", flush=True)
     begin, first, saved = time.time(), update, time.time()
     running = []
@@ -287,10 +347,12 @@ def fit(args):
                          history=history, spent=spent + time.time() - begin, made_for=made_for)
             torch.save(state, f"{checkpoint}.part")
             Path(f"{checkpoint}.part").replace(checkpoint)
-    record = dict(settings=settings, parameters=n_params, dialogues=len(training), answer_tokens=counts.sum().item(), draft_coverage=coverage,
-                  trained_positions=args.updates * args.batch * args.anchors * args.gamma, history=history)
+    if len(held_out) > 1:
+        refit_confidence(drafter, features, held_out[::2], args.decay)  # the other half is for reports: calibrate() splits alike
+        history.append(dict(update=update, confidence="refitted", **evaluate(drafter, features, held_out[1:200:2], args.decay)))
+        print("confidence refitted; other half of held out:", json.dumps(history[-1]), flush=True)
     drafting.save(drafter, args.out / f"{args.name}.safetensors")
-    write_record(args.out / f"{args.name}.json", record)
+    write_record(args.out / f"{args.name}.json", dict(settings=settings, **facts, history=history))
 
 
 def write_record(path, record):
@@ -404,6 +466,7 @@ def main():
     f.add_argument("--loss", choices=["kl-then-paper", "kl", "paper"], default="kl-then-paper")
     f.add_argument("--decay", type=float, default=4.0, help="w_k = exp(-(k-1) / decay)")
     f.add_argument("--confidence-through", action="store_true", help="let the confidence loss reach the backbone, as in the paper's code")
+    f.add_argument("--evaluation", type=Path, default=corpus.PROMPTS, help="evaluation prompts: dialogues too like them are left out")
     f.add_argument("--eval-every", type=int, default=250)
     f.set_defaults(run=fit)
     c = commands.add_parser("calibrate", help="fit Sequential Temperature Scaling")

@@ -479,8 +479,9 @@ SMALL = ("fit", "--layers", 1, "--feature-layers", 0, 1, "--rank", 8, "--gamma",
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """smollm2.load hands over the tiny target, in the dtype asked for."""
+    """smollm2.load hands over the tiny target, in the dtype asked for, and a tokenizer of bytes."""
     monkeypatch.setattr(smollm2, "load", lambda path=None, dtype=torch.float32, **kw: (tiny_target().to(dtype), None))
+    monkeypatch.setattr(smollm2, "encode", lambda encoding, text: list(text.encode()))
 
 
 def test_an_interrupted_fit_resumes_as_if_nothing_had_happened(tiny, monkeypatch, tmp_path):
@@ -543,6 +544,7 @@ def test_a_fit_learns(monkeypatch, tmp_path, capsys):
     """120 updates on 396 sequences that an untied tiny target writes (a tied one only echoes its last token). Held-out expected
     tau rises by 0.2 at temperature 1, where those sequences are noisy, and by 0.4 at temperature 0; the loss falls."""
     monkeypatch.setattr(smollm2, "load", lambda path=None, dtype=torch.float32, **kw: (tiny_target(tied=False).to(dtype), None))
+    monkeypatch.setattr(smollm2, "encode", lambda encoding, text: list(text.encode()))
     target = tiny_target(tied=False).bfloat16()
     write_shards(tmp_path, [200, 204], dialogues=own_sequences(target, 404, 24, seed=0))
     training, held_out = corpus.read(tmp_path)
@@ -557,10 +559,10 @@ def test_a_fit_learns(monkeypatch, tmp_path, capsys):
     assert loss[60] < loss[40] < loss[20]  # (the same loss: the mix moves on after the first half)
     record = json.loads((tmp_path / "out" / "dspark.json").read_text())
     history = record["history"]
-    assert [h["update"] for h in history] == [60, 120] and record["draft_coverage"] == 1.0
-    assert history[-1]["tau_t1"] > before["tau_t1"] + 0.2 and history[-1]["tau_t0"] > before["tau_t0"] + 0.4
-    assert history[-1]["confidence_error"] < before["confidence_error"]
-    for h in history:
+    assert [h["update"] for h in history] == [60, 120, 120] and record["draft_coverage"] == 1.0
+    assert history[1]["tau_t1"] > before["tau_t1"] + 0.2 and history[1]["tau_t0"] > before["tau_t0"] + 0.4
+    assert history[1]["confidence_error"] < before["confidence_error"] and history[2]["confidence"] == "refitted"
+    for h in history[:2]:
         assert h["tau_t1"] == pytest.approx(1 + sum(h["accept_t1"]), abs=1e-3)
         assert sorted(h["accept_t1"], reverse=True) == h["accept_t1"] and 0 <= h["accept_t1"][-1] <= 1
     drafter = drafting.load(tmp_path / "out" / "dspark.safetensors", tiny_target(tied=False))
@@ -648,3 +650,92 @@ def test_optimizers_share_out_every_parameter_once():
         assert sorted(groups[0] + groups[1]) == sorted(id(p) for p in drafter.parameters())
         assert all(p.ndim == 2 for g in muon.param_groups for p in g["params"])
         assert id(drafter.head.W1.weight) in groups[1] and id(drafter.head.W2.weight) in groups[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# writing dialogues; evaluation prompts stay out; the confidence head
+
+
+def test_written_dialogues_come_with_the_features_of_a_direct_forward(monkeypatch):
+    """Waves, a shrinking cache, an end at any step: every state kept equals a forward over the finished dialogue (but for the last
+    token, which was never run), greedy answers are the target's."""
+    target = tiny_target(tied=False).double()
+    monkeypatch.setattr(smollm2, "EOS", 2)
+    monkeypatch.setattr(smollm2, "encode", lambda encoding, text: [11, 12])
+    monkeypatch.setattr(smollm2, "chat", lambda encoding, text: [1, 5, 2, 9, 1, 7, 2, 9, 1, 8])  # system turn, user header | rest
+    written = list(corpus.write_dialogues(target, None, 23, 8, 8, 20, 0, (0, 1)))
+    assert len(written) == 23 and len({len(w.ids) for w, _ in written}) > 2
+    greedy = 0
+    for w, kept in written:
+        ids = torch.tensor(w.ids)
+        assert w.ids[:6] == [1, 5, 2, 9, 1, 7] and w.ids[6:8] == [11, 12] and w.ids[w.answer - 4 : w.answer] == [2, 9, 1, 8]
+        for mine, direct in zip(kept, extract(target, [Dialogue(ids, w.answer, w.temperature, None, 0)], (0, 1))[0]):
+            assert len(mine) == len(ids) and (mine[:-1] - direct[:-1]).abs().max() < 1e-5 and mine[-1].abs().max() == 0
+        logits = F.linear(kept[1][:-1], target.head.weight)
+        if w.temperature == 0:
+            greedy += 1
+            assert torch.equal(logits.argmax(-1)[w.answer - 1 :], ids[w.answer :])
+    assert greedy > 3
+
+
+def test_generate_leaves_shards_that_fit_reads_without_another_pass(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(smollm2, "load", lambda path=None, dtype=torch.float32, **kw: (tiny_target(tied=False).to(dtype), None))
+    monkeypatch.setattr(smollm2, "EOS", 2)
+    monkeypatch.setattr(smollm2, "encode", lambda encoding, text: [11, 12])
+    monkeypatch.setattr(smollm2, "chat", lambda encoding, text: [1, 5, 2, 9, 1, 7, 2, 9, 1, 8])
+    run(monkeypatch, "--data", tmp_path, "generate", "--sequences", 60, "--shard", 30, "--slots", 9, "--max-question", 8, "--max-answer", 9,
+        "--feature-layers", 0, 1)
+    monkeypatch.setattr(corpus, "extract", lambda *args: pytest.fail("the features are there already"))
+    training, held_out = corpus.read(tmp_path)
+    features = corpus.Features(tiny_target(tied=False).bfloat16(), (0, 1), training + held_out)
+    assert len(training) == 58 and all(len(features.get(d)[0]) == len(d.ids) for d in training)
+    first = {p: p.read_bytes() for p in tmp_path.glob("shard*")}
+    for p in list(first)[:2]:
+        p.unlink()
+    run(monkeypatch, "--data", tmp_path, "generate", "--sequences", 60, "--shard", 30, "--slots", 9, "--max-question", 8, "--max-answer", 9,
+        "--feature-layers", 0, 1)
+    assert {p.suffix for p in first} == {".npz", ".features"}
+    arrays = [np.load(p)["ids"] for p in sorted(tmp_path.glob("*.npz"))]
+    assert len(arrays) == 2 and not np.array_equal(*arrays)
+
+
+def test_dialogues_like_an_evaluation_prompt_are_left_out():
+    far, near, short = (dialogue(60, 10, seed=s) for s in range(3))
+    prompts = [list(range(40, 60)), [7, 7, 7, 3]]
+    near.ids[20:33] = torch.arange(45, 58)   # 13 tokens in a row
+    far.ids[20:32] = torch.arange(45, 57)    # 12 are not enough
+    short.ids[5:9] = torch.tensor([7, 7, 7, 3])
+    assert corpus.without([far, near, short], prompts) == [far]
+
+
+def test_a_fit_leaves_out_what_the_benchmark_asks(tiny, monkeypatch, tmp_path):
+    """By the command itself, and its record says so."""
+    part = [(np.array([9, 9, 9, 9] + list(b"Why is the sky"[:13]) + [5] * 6) % V, 4, 1.0)] + [(np.arange(i, i + 20) % V, 4, 1.0) for i in range(40)]
+    part.insert(0, part[1])  # the first of a shard is held out
+    write_shards(tmp_path, [len(part)], dialogues=part)
+    (tmp_path / "asked.jsonl").write_text(json.dumps(dict(prompt="".join(chr(b % V) for b in b"Why is the sky"[:13]))))
+    run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *SMALL, "--updates", 1, "--evaluation", tmp_path / "asked.jsonl")
+    record = json.loads((tmp_path / "dspark.json").read_text())
+    assert record["left_out_as_too_like_them"] == 1 and record["dialogues"] == 40
+    assert record["evaluation_prompts"] == corpus.fingerprint(corpus.read_prompts(tmp_path / "asked.jsonl"))
+
+
+def test_refitted_confidence_fits_fresh_text(monkeypatch):
+    """After training on texts known by heart the head promises too much; refitted on others, its loss on still others falls,
+    and nothing but the confidence layer has moved."""
+    target, drafter = make(trainable=True)
+    drafter.float()
+    drafter.embed, drafter.head_rows = drafter.embed.float(), drafter.head_rows.float()
+    with torch.no_grad():
+        drafter.confidence.bias.fill_(2.0)  # 0.88 everywhere
+    dialogues = [dialogue(40, 6, seed=s) for s in range(24)]
+
+    class Direct:
+        def get(self, d):
+            return [x.float() for x in extract(target, [d], (0, 1))[0]]
+
+    before = {n: p.clone() for n, p in drafter.named_parameters()}
+    error = train.evaluate(drafter, Direct(), dialogues[12:], 4.0)["confidence_error"]
+    train.refit_confidence(drafter, Direct(), dialogues[:12], 4.0)
+    assert train.evaluate(drafter, Direct(), dialogues[12:], 4.0)["confidence_error"] < error / 2
+    assert {n for n, p in drafter.named_parameters() if not torch.equal(p, before[n])} == {"confidence.weight", "confidence.bias"}
