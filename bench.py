@@ -1,8 +1,9 @@
-"""Tokens per second of plain, fixed and scheduled decoding, one request at a time, on this machine (Eq. 1).
+"""Measurements, one command each. Without a name: tokens per second of plain, fixed and scheduled decoding, one request (Eq. 1).
 
     python bench.py                         24 prompts (math, code, chat), greedy and temperature 1, three repeats: 25 minutes on two cores
     python bench.py --quick                 a smaller set, within two minutes
     python bench.py --prompts FILE.jsonl    anybody's prompts: objects with "prompt" or "turns", and "domain" if they like
+    python bench.py table1                  and positions, depth, block, threshold, reliability, draft: the offline study, in study.py
 
 Method   Every prompt is decoded by every policy in turn before the next prompt, so that drift of the machine meets all alike;
          plain decoding is the same engine without a drafter. Prefill, which all share, is not in tokens/s. At temperature 1
@@ -29,6 +30,7 @@ from rich.table import Table
 import cli
 import dspark
 import smollm2
+import study
 from corpus import PROMPTS, read_prompts
 from target import keep_freed_memory
 
@@ -155,26 +157,57 @@ def show(console, rows, parted, temperature):
             console.print("every policy gave the ids of plain decoding on every prompt")
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompts", default=PROMPTS, help="JSONL file (default: prompts.jsonl)")
-    p.add_argument("--quick", action="store_true", help="2 prompts a domain, 64 tokens, one repeat")
-    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("what", nargs="?", choices=["speed", *study.COMMANDS], default="speed")
+    p.add_argument("--prompts", help="JSONL file (default: prompts.jsonl; reliability: weights/questions.jsonl)")
+    p.add_argument("--repeats", type=int, help="seeds at temperature > 0, and of speed whole passes (default: 3; reliability: 1)")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--temperatures", type=float, nargs="+", help="default: 0 and 1; reliability: also 0.7")
     p.add_argument("--gamma", type=int, help="longest block (default: the drafter's trained one)")
-    p.add_argument("--threshold", type=float, default=0.4)
-    p.add_argument("--policies", nargs="+", choices=["fixed", "threshold", "scheduled"], help="beside plain (default: all)")
-    p.add_argument("--target"), p.add_argument("--drafter"), p.add_argument("--device", default="auto")
+    p.add_argument("--target"), p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
-    args = p.parse_args()
+    speed = p.add_argument_group("speed")
+    speed.add_argument("--quick", action="store_true", help="2 prompts a domain, 64 tokens, one repeat")
+    speed.add_argument("--drafter", help="safetensors file (default: weights/dspark.safetensors)")
+    speed.add_argument("--threshold", type=float, default=0.4)
+    speed.add_argument("--policies", nargs="+", choices=["fixed", "threshold", "scheduled"], help="beside plain (default: all)")
+    offline = p.add_argument_group("the offline study")
+    offline.add_argument("--drafters", nargs="+", help="names in weights/, files, or lookup (default: all of weights/, and lookup)")
+    offline.add_argument("--batch", type=int, default=8, help="prompts decoded together")
+    offline.add_argument("--results", default=study.RESULTS, help="folder of NAME.json and NAME.png (default: docs/results)")
+    args = p.parse_args(argv)
+    if args.what == "reliability":
+        args.prompts, args.repeats = args.prompts or study.QUESTIONS, args.repeats or 1
+        args.temperatures = args.temperatures or [0.0, 0.7, 1.0]
+    args.prompts, args.temperatures = args.prompts or PROMPTS, args.temperatures or [0.0, 1.0]
+    args.repeats = 3 if args.repeats is None else args.repeats
+    args.command_line = " ".join(["python bench.py", *(sys.argv[1:] if argv is None else argv)])
     try:
-        sys.exit(run(args))
-    except (ValueError, smollm2.SetupError) as error:
+        sys.exit(run(args) if args.what == "speed" else run_study(args))
+    except (ValueError, OSError, smollm2.SetupError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def run_study(args):
+    if args.repeats < 1 or args.max_new_tokens < 2 or args.batch < 1:
+        raise ValueError("--repeats and --batch must be at least 1, --max-new-tokens at least 2")
+    prompts = read_prompts(args.prompts)
+    keep_freed_memory()
+    setup = cli.load(args.target, "none", args.device, args.dtype)  # the drafters are loaded by those who run them
+    cli.check_size(setup.target, [text for _, text in prompts])
+    encoded = [(domain, smollm2.chat(setup.encoding, text)) for domain, text in prompts]
+    for temperature in args.temperatures:
+        wanted = dspark.Sampling(temperature, max_new_tokens=args.max_new_tokens)
+        dspark.check(setup.target, None, [ids for _, ids in encoded], [wanted] * len(encoded), None, setup.encoding)
+    args.machine = machine(setup)
+    console = Console(width=None if sys.stdout and sys.stdout.isatty() else 150, highlight=False)
+    console.print(f"{args.machine['processor']}, {args.machine['threads']} threads, {args.machine['dtype']}, torch {args.machine['torch']}; "
+                  f"{len(prompts)} prompts, up to {args.max_new_tokens} tokens, {args.repeats} repeats where tokens are drawn")
+    study.COMMANDS[args.what](setup, encoded, args, console)
 
 
 def run(args):

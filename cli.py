@@ -49,7 +49,7 @@ def parse(argv):
                    help="how much to verify: Algorithm 1, the whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
-    p.add_argument("--drafter", help="safetensors file (default: weights/dspark.safetensors), or none")
+    p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
@@ -82,6 +82,13 @@ def best_dtype(device: str):
     return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
 
 
+def find_drafter(name) -> Path:
+    """A file, or the name of one in weights/; None: the default."""
+    if name is None:
+        return DRAFTER
+    return Path(name) if "." in name or "/" in name else DRAFTER.with_name(f"{name}.safetensors")
+
+
 def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -> Setup:
     """Target, drafter and its calibration, as dspark.py and bench.py use them. ValueError or SetupError with a remedy."""
     if device == "auto":
@@ -95,17 +102,23 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
     model, encoding = smollm2.load(target, dtype, device, max_len)
     if drafter == "none":
         return Setup(model, None, encoding, {})
-    path = Path(drafter or DRAFTER)
+    path = find_drafter(drafter)
     drafter = drafting.load(path, model)
-    record = path.with_suffix(".json")  # written by train.py beside the weights; without it confidences are taken as they are
+    return Setup(model, drafter, encoding, read_calibration(path, drafter.gamma))
+
+
+def read_calibration(path: Path, gamma: int) -> dict:
+    """STS temperatures (G,) by sampling temperature, from the record that train.py wrote beside the weights; {} without one:
+    confidences are then taken as they are."""
+    record = path.with_suffix(".json")
     try:
         known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
         calibration = {float(t): np.array(v, dtype=np.float64) for t, v in known.items()}
-        if not all(v.ndim == 1 and len(v) == drafter.gamma and (v > 0).all() for v in calibration.values()):
+        if not all(v.ndim == 1 and len(v) == gamma and (v > 0).all() for v in calibration.values()):
             raise ValueError("not positive numbers, one per position")
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"{record} is not this drafter's record: restore it, or run 'python train.py calibrate --again'")
-    return Setup(model, drafter, encoding, calibration)
+    return calibration
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
     python train.py generate     dialogues that the target writes itself, into data/*.npz
     python train.py fit          a drafter from random anchors in those dialogues, into weights/NAME.safetensors
-    python train.py calibrate    Sequential Temperature Scaling per sampling temperature, on held-out dialogues
+    python train.py calibrate    Sequential Temperature Scaling per sampling temperature, on held-out questions
 
 Each resumes after an interruption, shows its progress, and leaves a record beside the weights (weights/NAME.json).
 The dialogues and the split into training and held out are corpus.py's.
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 
 import corpus
 import drafter as drafting
-import dspark
 import scheduler
 import smollm2
+import study
 from drafter import DrafterConfig
 from target import keep_freed_memory
 
@@ -365,75 +365,36 @@ def write_record(path, record):
 # calibrate
 
 
-def collect_blocks(target, drafter, prompts, temperature, max_new_tokens, batch, progress):
-    """Decode held-out prompts with whole blocks verified -> list per prompt of (raw confidence (n, G), survived (n, G)).
+def calibrate(args):
+    """Fit STS once per sampling temperature, on every second of the held-out questions (Sec. 3.2.1); the others are for
+    'bench.py reliability', which reports.
 
     Through the engine, because that is where calibration has to hold: anchors where cycles really begin, tokens as drawn at
-    this temperature. survived[i, k] = 1 if draft token k and all before it were accepted.
+    this temperature, whole blocks verified.
     """
-    blocks = [[] for _ in prompts]
-    for i in range(0, len(prompts), batch):
-        part = prompts[i : i + batch]
-
-        def record(request, cycle, first=i):
-            if cycle is not None and cycle.verify_len == drafter.gamma:  # not those cut short by the end of the answer
-                blocks[first + request.slot].append((cycle.confidence, np.arange(drafter.gamma) < cycle.n_accepted))
-
-        sampling = [dspark.Sampling(temperature, seed=i + j, max_new_tokens=max_new_tokens) for j in range(len(part))]
-        dspark.generate(target, drafter, part, sampling=sampling, on_cycle=record)
-        progress(i + len(part), len(prompts))
-    return [(np.array([c for c, _ in b]).reshape(-1, drafter.gamma), np.array([o for _, o in b]).reshape(-1, drafter.gamma))
-            for b in blocks]
-
-
-def calibrate(args):
-    """Fit STS on one half of the held-out questions, report on the other; once per sampling temperature (Sec. 3.2.1)."""
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
-    _, held_out = corpus.read(args.data)
-    target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    questions = [text for _, text in corpus.read_prompts(args.questions)][::2]
+    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target)
-    prompts = [d.ids[: d.answer].tolist() for d in held_out][: args.prompts]
-    if len(prompts) < 2:
-        raise ValueError("calibration needs at least 2 held-out questions: generate more, or raise --prompts")
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
     if not isinstance(record, dict) or not isinstance(record.get("calibration", {}), dict):
         raise ValueError(f"{record_path} is not a drafter's record: delete it")
     for temperature in args.temperatures:
         if str(temperature) in record.get("calibration", {}) and not args.again:
             continue  # done by an earlier run
-        begin = time.time()
-
-        def progress(done, of):
-            left = (time.time() - begin) / done * (of - done)
-            print(f"\rtemperature {temperature}: {done}/{of} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
-
-        blocks = collect_blocks(target, drafter, prompts, temperature, args.max_new_tokens, args.batch, progress)
-        # split by question, not by block: blocks of one answer are alike
-        fit_c, fit_o = (np.concatenate(x) for x in zip(*blocks[::2]))
-        test_c, test_o = (np.concatenate(x) for x in zip(*blocks[1::2]))
-        temperatures = scheduler.fit_sts(fit_c, fit_o)
-        raw, sts = scheduler.survival(test_c), scheduler.survival(scheduler.apply_sts(test_c, temperatures))
-        # beside raw and calibrated stands a constant that knows only the position's mean: a head has to beat that
-        rows = []
-        for k in range(drafter.gamma):
-            o = test_o[:, k]
-            rows.append(dict(position=k + 1, blocks=len(o), survived=o.mean(), predicted_raw=raw[:, k].mean(),
-                             ece_raw=scheduler.ece(raw[:, k], o), ece_sts=scheduler.ece(sts[:, k], o),
-                             brier_raw=scheduler.brier(raw[:, k], o), brier_sts=scheduler.brier(sts[:, k], o),
-                             brier_constant=scheduler.brier(np.full(len(o), fit_o[:, k].mean()), o), auc=scheduler.auc(raw[:, k], o)))
-        rows = [{k: v if isinstance(v, int) else round(float(v), 4) for k, v in row.items()} for row in rows]
+        blocks = study.decode(target, drafter, [smollm2.chat(encoding, q) for q in questions], temperature, batch=args.batch,
+                              max_new_tokens=args.max_new_tokens, label=f"temperature {temperature:g}")
+        confidence, survived = study.whole(blocks)
+        temperatures = scheduler.fit_sts(confidence, survived)
         record.setdefault("calibration", {})[str(temperature)] = [round(float(t), 4) for t in temperatures]
-        record.setdefault("calibration_held_out", {})[str(temperature)] = rows
         write_record(record_path, record)
-        print(f"\ntemperature {temperature}: {len(fit_c)} blocks fitted; STS {record['calibration'][str(temperature)]}")
-        for row in rows:
-            print("  ".join(f"{k} {v}" for k, v in row.items()))
+        print(f"temperature {temperature}: {len(confidence)} blocks of {len(questions)} questions; STS {record['calibration'][str(temperature)]}")
 
 
 # least sensible value of each option; 8 tokens hold any opening
 FEATURE_LAYERS = [2, 15, 27]
 LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, updates=1, batch=1, anchors=1, gamma=1, layers=1, rank=1,
-             eval_every=1, prompts=2, max_new_tokens=1)
+             eval_every=1, max_new_tokens=1)
 
 
 def main():
@@ -472,7 +433,7 @@ def main():
     c = commands.add_parser("calibrate", help="fit Sequential Temperature Scaling")
     c.add_argument("--name", default="dspark")
     c.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    c.add_argument("--prompts", type=int, default=400, help="held-out questions, half to fit and half to report on")
+    c.add_argument("--questions", type=Path, default=study.QUESTIONS, help="held-out questions (JSONL); every second one is used")
     c.add_argument("--max-new-tokens", type=int, default=128)
     c.add_argument("--batch", type=int, default=16, help="questions decoded together")
     c.add_argument("--again", action="store_true", help="also redo temperatures that are done")

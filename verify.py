@@ -55,6 +55,20 @@ def logits_to_probs(logits, temperature, top_k=0, top_p=1.0):
     def per_row(setting, dtype):  # a number or a tensor -> (..., 1)
         return torch.as_tensor(setting, dtype=dtype, device=logits.device).broadcast_to(logits.shape[:-1]).unsqueeze(-1)
 
+    if all(isinstance(s, (int, float)) for s in (temperature, top_k, top_p)):
+        # One setting for all rows: the same arithmetic, without the dozen small tensor operations that would cost a drafter's
+        # inner loop more than its products.
+        assert 0 <= temperature < float("inf") and top_k >= 0 and 0 <= top_p <= 1, "temperature and top_k: at least 0; top_p: 0 to 1"
+        if temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        probs = torch.softmax((logits - top).div_(temperature), dim=-1)
+        if top_k == 0 and top_p == 1:
+            return probs
+        rows = probs.flatten(0, -2) if probs.ndim > 1 else probs[None]
+        # float64 below too: 0.7 in float32 is another top_p
+        return _keep_likeliest(rows, torch.tensor([[top_k]], device=rows.device), torch.tensor([[top_p]], dtype=torch.float64,
+                               device=rows.device)).view_as(probs)
+
     temperature = per_row(temperature, logits.dtype)
     top_k, top_p = per_row(top_k, torch.long), per_row(top_p, torch.float64)
     assert (temperature >= 0).all() and temperature.isfinite().all(), "temperature must be 0 (greedy) or positive"
@@ -62,17 +76,14 @@ def logits_to_probs(logits, temperature, top_k=0, top_p=1.0):
     assert ((top_p >= 0) & (top_p <= 1)).all(), "top_p must be in [0, 1], 1.0 is off"
 
     greedy = temperature == 0
-    if greedy.any():
-        one_hot = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        if greedy.all():
-            return one_hot
+    one_hot = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # The maximum is taken off before the division: logits / 0.001 could overflow, (logits - max) / 0.001 cannot.
     probs = torch.softmax((logits - top).div_(temperature.masked_fill(greedy, 1.0)), dim=-1)
     # Only rows that ask for a filter pay for the sort, and the others keep their bits whatever they are batched with.
     filtered = (~greedy & ((top_k > 0) | (top_p < 1))).squeeze(-1)  # (...)
     if filtered.any():
         probs[filtered] = _keep_likeliest(probs[filtered], top_k[filtered], top_p[filtered])
-    return torch.where(greedy, one_hot, probs) if greedy.any() else probs
+    return torch.where(greedy, one_hot, probs)
 
 
 def _keep_likeliest(probs, top_k, top_p):

@@ -739,3 +739,29 @@ def test_refitted_confidence_fits_fresh_text(monkeypatch):
     train.refit_confidence(drafter, Direct(), dialogues[:12], 4.0)
     assert train.evaluate(drafter, Direct(), dialogues[12:], 4.0)["confidence_error"] < error / 2
     assert {n for n, p in drafter.named_parameters() if not torch.equal(p, before[n])} == {"confidence.weight", "confidence.bias"}
+
+
+def test_calibrate_fits_sts_on_every_second_question_and_keeps_the_record(monkeypatch, tmp_path, capsys):
+    """From a file of questions alone, no training data; temperatures that are done are not redone unless asked."""
+    target = tiny_target(tied=False)
+    monkeypatch.setattr(smollm2, "load", lambda path=None, dtype=torch.float32, **kw: (target, None))
+    monkeypatch.setattr(smollm2, "chat", lambda encoding, text: [ord(c) % V for c in text])
+    drafting.save(drafting.tiny_drafter(target, 3, K=40), tmp_path / "dspark.safetensors")
+    (tmp_path / "dspark.json").write_text(json.dumps(dict(kept="as it was")))
+    questions = [f"question {i}" for i in range(40)]
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(dict(prompt=q)) for q in questions))
+    asked, decode = [], train.study.decode
+    monkeypatch.setattr(train.study, "decode", lambda t, d, prompts, temperature, **kw: asked.append((temperature, prompts))
+                        or decode(t, d, prompts, temperature, **kw))
+    command = ("--out", tmp_path, "calibrate", "--questions", tmp_path / "q.jsonl", "--max-new-tokens", 40, "--temperatures")
+    run(monkeypatch, *command, 1.0)
+    assert asked == [(1.0, [[ord(c) % V for c in q] for q in questions[::2]])]
+    record = json.loads((tmp_path / "dspark.json").read_text())
+    assert record["kept"] == "as it was" and len(record["calibration"]["1.0"]) == 3
+    run(monkeypatch, *command, 1.0, 0.5)
+    assert [t for t, _ in asked] == [1.0, 0.5]
+    run(monkeypatch, *command, 1.0, "--again")
+    assert [t for t, _ in asked] == [1.0, 0.5, 1.0]
+    (tmp_path / "dspark.json").write_text("[]")
+    refused(monkeypatch, capsys, "is not a drafter's record", *command, 1.0)
+    refused(monkeypatch, capsys, "cannot read", "--out", tmp_path, "calibrate", "--questions", tmp_path / "none")

@@ -637,3 +637,15 @@ def test_wrong_inputs_are_refused():
 def test_docstrings():
     results = doctest.testmod(verify)
     assert results.attempted >= 9 and results.failed == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature, top_k, top_p", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 1.0), (0.3, 5, 1.0), (1.3, 0, 0.7), (0.9, 7, 0.35), (0, 3, 0.5)])
+def test_numbers_and_tensors_of_settings_give_the_same_bits(dtype, temperature, top_k, top_p):
+    """Numbers take a shorter way through logits_to_probs; a request's law must not depend on whether its neighbours agree with it."""
+    logits = (torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    a = logits_to_probs(logits, temperature, top_k, top_p)
+    full = lambda x, d: torch.full((3, 4), x, dtype=d)  # noqa: E731
+    b = logits_to_probs(logits, full(temperature, torch.float64), full(top_k, torch.float64), full(top_p, torch.float64))
+    assert a.dtype == b.dtype == dtype and torch.equal(a, b)
+    assert torch.equal(logits_to_probs(logits[0, 0], temperature, top_k, top_p), a[0, 0])  # one row alone, without a batch dimension
