@@ -76,7 +76,7 @@ class Eagle(Drafter):
             # (R, D); the row's keys and values are scratch that the next extend() overwrites
             state = self.layers[0](self.enter(token, state), 0, rows, cache, *self.rotation(rows.positions))
             hidden.append(self.norm(state))
-            probs.append(logits_to_probs(F.linear(hidden[k], self.head_rows), temperature, top_k, top_p))
+            probs.append(logits_to_probs(self.unembed(hidden[k]), temperature, top_k, top_p))
             token = self.draft_ids[sample(probs[k], u[:, k])]
             tokens.append(token)
         h = torch.stack(hidden, 1)  # (R, G, D)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from target import KVCache, Layer, RMSNorm, Rows, Target, TargetConfig, attend, rope, rope_table, tiny_target
+from target import KVCache, Layer, RMSNorm, Rows, Target, attend, pack, packed_product, rope, rope_table, tiny_target
 from verify import logits_to_probs, sample
 
 HEADS = ("none", "markov", "gated", "rnn")
@@ -147,7 +147,7 @@ class Drafter(nn.Module):
         R, G = len(anchors), gamma
         assert 1 <= G <= self.gamma, f"the drafter was trained for blocks of 1 to {self.gamma}, not {G}"
         h = self.block(anchors, slots, positions, cache, G)  # (R, G, D)
-        U = F.linear(h, self.head_rows)  # (R, G, K)
+        U = self.unembed(h)  # (R, G, K)
         token, state = anchors, h.new_zeros(R, self.config.rank)
         tokens, probs, previous = [], [], []
         for k in range(G):  # the sequential part: one lookup, one r x K product and one draw per position
@@ -159,6 +159,17 @@ class Drafter(nn.Module):
             tokens.append(token)
         confidence = self.confidence_logit(h, torch.stack(previous, 1)).float().sigmoid()
         return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), confidence, self.draft_ids)
+
+    def unembed(self, h):
+        """h (.., D) -> logits of the draft ids (.., K), by their rows of the target's head."""
+        return F.linear(h, self.head_rows)
+
+    def pack(self):
+        """See target.pack(): for a finished drafter, on a CPU in bf16."""
+        pack(self)
+        if self.dtype == torch.bfloat16 and self.head_rows.device.type == "cpu":
+            self.unembed = packed_product(self.head_rows) or self.unembed
+        return self
 
     # ----- the pieces, shared with training ----------------------------------------------------------------------------
 
@@ -293,7 +304,7 @@ def load(path, target: Target) -> Drafter:
         raise ValueError(f"no drafter at {path}: train one with 'python train.py fit', or pass --drafter none")
     except Exception as error:  # truncated file, other shapes, other keys: the remedy is the same
         raise ValueError(f"{path} is not a drafter for this target ({' '.join(str(error).split())[:200]}): restore or retrain it")
-    return drafter.to(target.device).eval().requires_grad_(False)
+    return drafter.to(target.device).eval().requires_grad_(False).pack()
 
 
 def tiny_drafter(target: Target, gamma=3, head="markov", K=None, seed=1) -> Drafter:

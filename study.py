@@ -24,7 +24,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -142,6 +141,42 @@ def step_ms(target, n, context=256):
     rows = torch.ones(n, dtype=torch.long), torch.zeros(n, dtype=torch.long), torch.arange(context, context + n)
     rows = [r.to(target.device) for r in rows]
     return milliseconds(lambda: target(*rows, cache))
+
+
+class Stopwatch:
+    """Stands for a model and adds up the time spent in its calls: what is left of a cycle is the engine's own."""
+
+    def __init__(self, model, spent):
+        self.model, self.spent = model, spent
+
+    def __getattr__(self, name):
+        return self.timed(getattr(self.model, name)) if name in ("propose", "extend") else getattr(self.model, name)
+
+    def __call__(self, *args, **kw):
+        return self.timed(self.model)(*args, **kw)
+
+    def timed(self, call):
+        def wrapped(*args, **kw):
+            begin = time.perf_counter()
+            result = call(*args, **kw)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.spent[0] += time.perf_counter() - begin
+            return result
+
+        return wrapped
+
+
+def engine_share(setup, drafter, ids, G, temperature, max_new_tokens=128):
+    """One request decoded with whole blocks of G -> (ms a cycle, ms of it in neither model): softmax, acceptance, bookkeeping."""
+    spent = [0.0]
+    target, watched = Stopwatch(setup.target, spent), Stopwatch(drafter, spent)
+    sampling, marks = dspark.Sampling(temperature, max_new_tokens=max_new_tokens, eos=-1), []
+    # the first mark comes after prefill: models and clock are read there, so that only cycles count
+    dspark.generate(target, watched, [ids], sampling=sampling, gamma=G,
+                    on_cycle=lambda *_: marks.append((time.perf_counter(), spent[0])))
+    cycles, total, models = len(marks) - 1, *(b - a for a, b in zip(marks[0], marks[-1]))
+    return total / cycles * 1e3, (total - models) / cycles * 1e3
 
 
 def parameters(drafter) -> int:
@@ -331,7 +366,7 @@ def block(setup, prompts, args, console):
                 context = min(256, setup.target.config.max_len - G - 1)
                 cache = drafter.new_cache(1, context + 1)
                 where = torch.tensor([[0], [0], [context]], device=setup.target.device)  # anchor, slot, position
-                parallel = milliseconds(lambda: F.linear(drafter.block(*where, cache, G), drafter.head_rows))
+                parallel = milliseconds(lambda: drafter.unembed(drafter.block(*where, cache, G)))
                 head = (draft - parallel) / (draft + verify)
             for temperature in args.temperatures:
                 runs = run_all(setup, drafter, prompts, temperature, args, f"{name}, G = {G}", gamma=G)
@@ -445,6 +480,12 @@ def draft(setup, prompts, args, console):
         t.add_row(r["drafter"], str(r["gamma"]), f"{r['temperature']:g}", f"{r['draft_ms']:.2f}", f"{r['floor_ms']:.2f}", f"{r['bytes'] / 1e6:.1f}",
                   f"{r['flops'] / 1e6:.0f}")
     console.print(t)
+    name, drafter = first_drafter(setup, args)
+    for G in sorted({min(4, drafter.gamma), drafter.gamma}):
+        for temperature in (0.0, 1.0):
+            cycle, engine = np.median([engine_share(setup, drafter, ids, G, temperature) for _, ids in prompts[:5]], axis=0)
+            rows.append(dict(drafter=name, gamma=G, temperature=temperature, cycle_ms=float(cycle), engine_ms=float(engine)))
+            console.print(f"{name}, G = {G}, T = {temperature:g}: {cycle:.2f} ms a cycle, {engine:.2f} ms ({engine / cycle:.1%}) in neither model")
     save("draft", rows, args)
 
 

@@ -251,6 +251,8 @@ def prepare(args):
         raise ValueError(f"--layers {args.layers}: --head eagle has one layer")
     if max(d.ids.max().item() for d in training) >= target.config.vocab_size:
         raise ValueError(f"{args.data} holds ids beyond this target's vocabulary: was it written by another model?")
+    # before any dialogue is left out: a features file belongs to a whole shard
+    features = corpus.Features(target, args.feature_layers, training + held_out)
     known = corpus.read_prompts(args.evaluation)
     kept = corpus.without(training, [smollm2.encode(encoding, text) for _, text in known])
     facts = dict(evaluation_prompts=corpus.fingerprint(known), left_out_as_too_like_them=len(training) - len(kept))
@@ -263,7 +265,6 @@ def prepare(args):
     # trained weights in fp32 with products in bf16 (autocast), frozen ones in bf16 throughout
     drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
-    features = corpus.Features(target, drafter.feature_layers, training + held_out)
     facts |= dict(parameters=sum(p.numel() for p in drafter.parameters()), dialogues=len(training), answer_tokens=counts.sum().item(),
                   draft_coverage=coverage, trained_positions=args.updates * args.batch * args.anchors * args.gamma)
     print(f"{len(training)} dialogues ({facts['left_out_as_too_like_them']} left out: too like the evaluation prompts), {counts.sum()} answer "

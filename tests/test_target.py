@@ -443,3 +443,39 @@ def test_teeth_a_padded_row_that_writes(model, monkeypatch):
     monkeypatch.setattr(target.KVCache, "write", careless)
     with pytest.raises(AssertionError):
         test_only_real_rows_are_written(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# packed products
+
+
+def test_packed_products_give_what_linear_gives():
+    """Where the packed operator exists, a packed bf16 model gives the same logits and features to a rounding of bf16, for one row and
+    many; anywhere else pack() changes nothing."""
+    plain, packed = (tiny_target(tied=False).bfloat16() for _ in range(2))
+    target.pack(packed)
+    n = 20
+    rows = torch.randint(64, (n,), generator=torch.Generator().manual_seed(0)), torch.zeros(n, dtype=torch.long), torch.arange(n)
+    a, b = (m(*rows, m.new_cache(1, n), (0, 1)) for m in (plain, packed))
+    scale = a[0].abs().max()
+    assert (a[0] - b[0]).abs().max() <= 0.01 * scale and (a[1] - b[1]).abs().max() <= 0.01 * a[1].abs().max()
+    cache = packed.new_cache(1, n)
+    steps = torch.cat([packed(*(r[i : i + 1] for r in rows), cache)[0] for i in range(n)])
+    assert (steps - b[0]).abs().max() <= 0.02 * scale  # one row at a time: other matrix code, the same product
+    for other in (tiny_target(), tiny_target().double()):
+        target.pack(other)
+        assert not any("forward" in vars(layer) for layer in other.modules())
+
+
+def test_a_packed_product_that_is_wrong_or_missing_is_not_used(monkeypatch):
+    model = tiny_target().bfloat16()
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, w, *rest: torch.zeros(*x.shape[:-1], 1), raising=False)
+    target.pack(model)
+    assert not any("forward" in vars(layer) for layer in model.modules())
+
+    def refuses(*args):
+        raise RuntimeError("no bf16 here")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses, raising=False)
+    target.pack(model)
+    assert not any("forward" in vars(layer) for layer in model.modules())
