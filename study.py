@@ -167,7 +167,7 @@ class Stopwatch:
         return wrapped
 
 
-def engine_share(setup, drafter, ids, G, temperature, max_new_tokens=128):
+def engine_share(setup, drafter, ids, G, temperature, max_new_tokens):
     """One request decoded with whole blocks of G -> (ms a cycle, ms of it in neither model): softmax, acceptance, bookkeeping."""
     spent = [0.0]
     target, watched = Stopwatch(setup.target, spent), Stopwatch(drafter, spent)
@@ -483,7 +483,7 @@ def draft(setup, prompts, args, console):
     name, drafter = first_drafter(setup, args)
     for G in sorted({min(4, drafter.gamma), drafter.gamma}):
         for temperature in (0.0, 1.0):
-            cycle, engine = np.median([engine_share(setup, drafter, ids, G, temperature) for _, ids in prompts[:5]], axis=0)
+            cycle, engine = np.median([engine_share(setup, drafter, ids, G, temperature, args.max_new_tokens) for _, ids in prompts[:5]], axis=0)
             rows.append(dict(drafter=name, gamma=G, temperature=temperature, cycle_ms=float(cycle), engine_ms=float(engine)))
             console.print(f"{name}, G = {G}, T = {temperature:g}: {cycle:.2f} ms a cycle, {engine:.2f} ms ({engine / cycle:.1%}) in neither model")
     save("draft", rows, args)
