@@ -284,9 +284,15 @@ def from_target(config: DrafterConfig, target: Target, draft_ids) -> Drafter:
 
 
 def save(drafter: Drafter, path):
-    """bf16 safetensors with configuration and draft_ids in the file, so that one file is one drafter."""
-    tensors = {name: p.detach().to(torch.bfloat16).contiguous().cpu() for name, p in drafter.named_parameters()}
-    tensors["draft_ids"] = drafter.draft_ids.to(torch.int32).cpu()
+    """One safetensors file is one drafter: weights, configuration, draft_ids. Matrices as int8 with a scale per row: half the size, an
+    error of at most 0.4 % of the row's largest weight; and whatever a drafter is, the output keeps its law. The rest in float32."""
+    tensors = {"draft_ids": drafter.draft_ids.to(torch.int32).cpu()}
+    for name, p in drafter.named_parameters():
+        w = p.detach().float().cpu().contiguous()
+        if w.ndim == 2 and w.shape[0] > 1 and w.shape[1] > 0:
+            scale = w.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127  # (rows, 1)
+            tensors[f"{name}.scale"], w = scale, (w / scale).round().to(torch.int8)
+        tensors[name] = w
     part = f"{path}.part"
     save_file(tensors, part, metadata={"config": json.dumps(asdict(drafter.config))})
     os.replace(part, path)  # whole or not at all
@@ -299,6 +305,9 @@ def load(path, target: Target) -> Drafter:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             config = DrafterConfig(**json.loads(f.metadata()["config"]))
         drafter = model_class(config)(config, target, tensors.pop("draft_ids").long().to(target.device))
+        for name in [n for n in tensors if n.endswith(".scale")]:  # int8 rows; files without scales hold plain weights
+            scale = tensors.pop(name)
+            tensors[name.removesuffix(".scale")] = tensors[name.removesuffix(".scale")].float() * scale
         drafter.load_state_dict({name: t.to(target.dtype) for name, t in tensors.items()}, assign=True)
     except FileNotFoundError:
         raise ValueError(f"no drafter at {path}: train one with 'python train.py fit', or pass --drafter none")

@@ -568,24 +568,23 @@ def test_from_target_starts_as_the_last_layers_with_no_bias(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_save_and_load_round_trip(head, tmp_path):
-    """What is loaded is the bf16 rounding of what was saved, in the target's dtype; a second save changes nothing more."""
+    """What is loaded is what was saved to half a step of int8, in the target's dtype, and proposes alike; vectors are exact."""
     target, drafter = make(head, K=40)
     drafting.save(drafter, tmp_path / "a.safetensors")
     loaded = drafting.load(tmp_path / "a.safetensors", target)
-    assert replace(loaded.config, feature_layers=loaded.feature_layers) == drafter.config  # JSON has no tuples
+    assert loaded.config == drafter.config
     assert torch.equal(loaded.draft_ids, drafter.draft_ids) and torch.equal(loaded.head_rows, drafter.head_rows)
     for (name, a), (_, b) in zip(loaded.named_parameters(), drafter.named_parameters()):
-        assert torch.equal(a, b.bfloat16().double()) and not a.requires_grad, name
-    rounded = drafter
-    for p in rounded.parameters():
-        p.copy_(p.bfloat16())
+        step = b.abs().amax(-1, keepdim=True) / 127 if b.ndim == 2 and len(b) > 1 and b.numel() else torch.zeros(1)
+        assert a.dtype == torch.float64 and not a.requires_grad and ((a - b).abs() <= 0.5001 * step + 1e-7 * b.abs()).all(), name
     features = features_of(9)
-    a, b = solo(loaded, features, 5, rand(1, 3)), solo(rounded, features, 5, rand(1, 3))
-    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.p_draft, b.p_draft) and torch.equal(a.confidence, b.confidence)
+    a, b = solo(loaded, features, 5, rand(1, 3)), solo(drafter, features, 5, rand(1, 3))
+    assert gap(a.p_draft[0, 0], b.p_draft[0, 0]) < 0.05 and gap(a.p_draft, torch.zeros(1)) > 0.1
+    # a second round trip stays within the first one's error
     drafting.save(loaded, tmp_path / "b.safetensors")
-    with safe_open(tmp_path / "a.safetensors", "pt") as f, safe_open(tmp_path / "b.safetensors", "pt") as g:
-        assert f.metadata() == g.metadata()
-        assert f.keys() == g.keys() and all(torch.equal(f.get_tensor(n), g.get_tensor(n)) for n in f.keys())
+    again = drafting.load(tmp_path / "b.safetensors", target)
+    for (name, a), (_, b) in zip(again.named_parameters(), loaded.named_parameters()):
+        assert (gap(a, b) if b.numel() else 0) <= 1e-6 * max(1.0, b.abs().max().item() if b.numel() else 0), name
     assert not list(tmp_path.glob("*.part"))
     assert next(drafting.load(tmp_path / "a.safetensors", tiny_target()).parameters()).dtype == torch.float32
 
@@ -598,12 +597,17 @@ def test_frozen_things_are_neither_parameters_nor_stored(tmp_path):
     drafting.save(drafter, tmp_path / "a")
     with safe_open(tmp_path / "a", "pt") as f:
         stored = {name: f.get_tensor(name) for name in f.keys()}
-    assert set(stored) == {n for n, _ in drafter.named_parameters()} | {"draft_ids"}
+    assert {n.removesuffix(".scale") for n in stored} == {n for n, _ in drafter.named_parameters()} | {"draft_ids"}
+    for name in [n for n in stored if n.endswith(".scale")]:
+        stored[name.removesuffix(".scale")] = stored[name.removesuffix(".scale")].float() * stored[name]  # as load() reads it
     frozen = [target.embed.weight, drafter.head_rows]  # (head_rows are rows of the embedding: the tiny target is tied)
-    known = {tuple(row) for t in frozen for row in t.bfloat16().tolist()}
-    assert not any(tuple(row) in known for t in stored.values() if t.ndim == 2 and t.shape[1] == D for row in t.tolist())
+    near = lambda a, b: torch.cdist(a.double(), b.double()).min() < 0.02 * b.norm(dim=-1).mean()  # noqa: E731 (int8 is within 0.5 %)
+    rows = [t for name, t in stored.items() if not name.endswith(".scale") and t.ndim == 2 and t.shape[1] == D]
+    assert not any(near(t, f) for t in rows for f in frozen)
+    scale = frozen[0].abs().amax(1, keepdim=True) / 127
+    assert near((frozen[0] / scale).round() * scale, frozen[0])  # teeth: stored, it would have been found
     n = sum(p.numel() for p in drafter.parameters())
-    assert (tmp_path / "a").stat().st_size < 2 * n + 4 * 40 + 4096  # bf16, ids, a header
+    assert (tmp_path / "a").stat().st_size < 1.3 * n + 4 * 40 + 4096  # int8 and a scale a row (tiny rows), ids, a header
     assert drafter.embed.untyped_storage().data_ptr() == target.embed.weight.untyped_storage().data_ptr()  # shared, not copied
 
 
