@@ -14,11 +14,10 @@ Alone      python baselines.py    (PromptLookup on a text that repeats itself)
 from types import SimpleNamespace
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from drafter import Draft, Drafter
-from target import RMSNorm, Rows, attend
+from target import Rows, attend
 from verify import logits_to_probs, sample
 
 
@@ -35,21 +34,11 @@ class Eagle(Drafter):
     def __init__(self, config, target, draft_ids):
         assert config.n_layers == 1, "this drafter has one layer: more would have to run over the whole context"
         super().__init__(config, target, draft_ids)
-        D, eps = target.config.d_model, target.config.norm_eps
         del self.mask
-        self.token_norm, self.state_norm = RMSNorm(D, eps), RMSNorm(D, eps)
-        self.join = nn.Linear(2 * D, D, bias=False)
 
-    def new_cache(self, slots, max_len):
-        cache = super().new_cache(slots, max_len)
-        # fused features of each slot's newest committed token: the state before its anchor
-        cache.state = torch.zeros(slots, self.target_config.d_model, dtype=self.dtype, device=self.norm.weight.device)
-        return cache
-
-    def enter(self, tokens, state):
+    def row(self, tokens, state):
         """tokens (..), state (.., D) of the position before -> input of the layer (.., D)."""
-        embedded = F.embedding(tokens, self.embed).to(state.dtype)
-        return self.join(torch.cat([self.token_norm(embedded), self.state_norm(state)], dim=-1))
+        return self.enter(F.embedding(tokens, self.embed).to(state.dtype), state)
 
     @torch.inference_mode()
     def extend(self, tokens, features, slots, positions, cache):
@@ -63,7 +52,7 @@ class Eagle(Drafter):
         cache.state[slots[ends]] = fused[ends]
         # keys and values are all that later rows read, and they need neither attention nor MLP
         layer, (cos, sin) = self.layers[0], self.rotation(positions)
-        x = layer.attn_norm(self.enter(tokens, before))
+        x = layer.attn_norm(self.row(tokens, before))
         cache.write(0, Rows(slots, positions, self.dtype), *self.context_kv(layer, x, cos, sin))
 
     @torch.inference_mode()
@@ -74,7 +63,7 @@ class Eagle(Drafter):
         for k in range(gamma):  # a whole pass of the layer per position: what the parallel backbone does once
             rows = Rows(slots, positions + k, self.dtype)
             # (R, D); the row's keys and values are scratch that the next extend() overwrites
-            state = self.layers[0](self.enter(token, state), 0, rows, cache, *self.rotation(rows.positions))
+            state = self.layers[0](self.row(token, state), 0, rows, cache, *self.rotation(rows.positions))
             hidden.append(self.norm(state))
             probs.append(logits_to_probs(self.unembed(hidden[k]), temperature, top_k, top_p))
             token = self.draft_ids[sample(probs[k], u[:, k])]
@@ -88,14 +77,14 @@ class Eagle(Drafter):
         (B, L), A, layer = tokens.shape, anchors.shape[1], self.layers[0]
         before = F.pad(self.context(features.to(self.dtype)), (0, 0, 1, -1))  # (B, L, D): of the position before; zero at the beginning
         cos, sin = self.rotation(torch.arange(L, device=tokens.device))
-        k_ctx, v_ctx = self.context_kv(layer, layer.attn_norm(self.enter(tokens, before)), cos, sin)
+        k_ctx, v_ctx = self.context_kv(layer, layer.attn_norm(self.row(tokens, before)), cos, sin)
         # keys: L of the context, of which an anchor sees those before it, then A of each step so far, of which it sees its own
         seen = torch.arange(L, device=tokens.device) < anchors[:, :, None]  # (B, A, L)
         own = torch.eye(A, dtype=torch.bool, device=tokens.device).expand(B, A, A)
         state = before.gather(1, anchors[..., None].expand(-1, -1, before.shape[-1]))  # (B, A, D)
         keys, values, hidden = [k_ctx], [v_ctx], []
         for k in range(self.gamma):
-            x = self.enter(tokens.gather(1, (anchors + k).clamp(max=L - 1)), state)
+            x = self.row(tokens.gather(1, (anchors + k).clamp(max=L - 1)), state)
             q, key, value = layer.attn.project(layer.attn_norm(x), *self.rotation(anchors + k))
             keys.append(key), values.append(value)
             visible = torch.cat([seen] + [own] * (k + 1), dim=-1)  # (B, A, L + A * (k + 1))

@@ -39,7 +39,10 @@ class DrafterConfig:
     head: str = "markov"                          # gated and rnn see h_k too; none is DFlash; eagle is in baselines.py
     rank: int = 96                                # r of the sequential head; 0 where there is none
 
+    anchor_state: bool = False                    # ours: the block's inputs also read H_ctx of the newest committed token
+
     def __post_init__(self):
+        self.anchor_state |= self.head == "eagle"  # its chain begins there
         self.feature_layers = tuple(self.feature_layers)  # a list when read from JSON
         if self.head not in ("markov", "gated", "rnn"):
             self.rank = 0  # no W1, no W2: nothing to store, nothing to count
@@ -103,6 +106,9 @@ class Drafter(nn.Module):
         self.mask = nn.Parameter(torch.randn(t.d_model) * 0.02)  # the embedding of "a token to be drafted"
         self.layers = nn.ModuleList([Layer(t) for _ in range(c.n_layers)])
         self.norm = RMSNorm(t.d_model, t.norm_eps)
+        if c.anchor_state:
+            self.token_norm, self.state_norm = RMSNorm(t.d_model, t.norm_eps), RMSNorm(t.d_model, t.norm_eps)
+            self.join = nn.Linear(2 * t.d_model, t.d_model, bias=False)
         K = len(draft_ids)
         self.head = SequentialHead(c.head, t.d_model, c.rank, K)
         self.confidence = nn.Linear(t.d_model + c.rank, 1)
@@ -123,7 +129,9 @@ class Drafter(nn.Module):
     def new_cache(self, slots: int, max_len: int) -> KVCache:
         t = self.target_config
         # a block may reach up to gamma positions past the last token
-        return KVCache(len(self.layers), slots, max_len + self.gamma, t.n_kv_heads, t.head_dim, self.dtype, self.norm.weight.device)
+        cache = KVCache(len(self.layers), slots, max_len + self.gamma, t.n_kv_heads, t.head_dim, self.dtype, self.norm.weight.device)
+        cache.state = torch.zeros(slots, t.d_model, dtype=self.dtype, device=self.norm.weight.device)  # H_ctx before each slot's anchor
+        return cache
 
     @torch.inference_mode()
     def extend(self, tokens, features, slots, positions, cache):
@@ -132,6 +140,8 @@ class Drafter(nn.Module):
         (The features say all that this drafter reads; those of baselines.py look at the tokens too.)"""
         rows = Rows(slots, positions, features.dtype)
         context = self.context(features)
+        ends = torch.cat([slots[1:] != slots[:-1], slots.new_ones(1, dtype=torch.bool)])  # a slot's last row
+        cache.state[slots[ends]] = context[ends]
         cos, sin = self.rotation(positions)
         for i, layer in enumerate(self.layers):
             cache.write(i, rows, *self.context_kv(layer, context, cos, sin))
@@ -190,10 +200,18 @@ class Drafter(nn.Module):
         k, v = kv.chunk(2, dim=-2)
         return rope(attn.k_norm(k), cos, sin), v
 
-    def block_input(self, anchors, G):
-        """Embedding of the anchor, then G - 1 masks (anchor-first: slot j already predicts x_{j+1}): (.., G, D)."""
+    def enter(self, x, state):
+        """Input x (.., D) joined with the state (.., D) of the position before: (.., D). Only where anchor_state is set."""
+        return self.join(torch.cat([self.token_norm(x), self.state_norm(state)], dim=-1))
+
+    def block_input(self, anchors, G, state):
+        """Embedding of the anchor, then G - 1 masks (anchor-first: slot j already predicts x_{j+1}): (.., G, D).
+
+        state (.., D): H_ctx of the token before the anchor. The paper's block sees it through attention alone; with anchor_state
+        it is also joined to every input, as an autoregressive drafter's first step has it."""
         masks = self.mask.expand(*anchors.shape, G - 1, -1)
-        return torch.cat([F.embedding(anchors, self.embed).to(masks.dtype).unsqueeze(-2), masks], dim=-2)
+        x = torch.cat([F.embedding(anchors, self.embed).to(masks.dtype).unsqueeze(-2), masks], dim=-2)
+        return self.enter(x, state.unsqueeze(-2).expand_as(x)) if self.config.anchor_state else x
 
     def block(self, anchors, slots, positions, cache, G):
         """The parallel backbone with a cache: hidden states (R, G, D). Slot j stands at its true position, anchor + j."""
@@ -201,7 +219,7 @@ class Drafter(nn.Module):
         sees = (positions + G - 1).repeat_interleave(G)  # every row sees the context and the whole block
         rows = Rows(slots.repeat_interleave(G), places.flatten(), self.dtype, sees)
         cos, sin = self.rotation(rows.positions)
-        x = self.block_input(anchors, G).flatten(0, 1)  # (R * G, D)
+        x = self.block_input(anchors, G, cache.state[slots]).flatten(0, 1)  # (R * G, D)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rows, cache, cos, sin)
         return self.norm(x).view(len(anchors), G, -1)
@@ -231,7 +249,9 @@ class Drafter(nn.Module):
         own = (owner[:, None] == owner).expand(B, -1, -1)  # (B, A * G, A * G)
         visible = torch.cat([before, own], dim=-1)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-        x = self.block_input(tokens.gather(1, anchors), G).flatten(1, 2)  # (B, A * G, D)
+        # H_ctx of the position before; an anchor that begins the text has none
+        state = F.pad(context, (0, 0, 1, -1)).gather(1, anchors[..., None].expand(-1, -1, context.shape[-1]))  # (B, A, D)
+        x = self.block_input(tokens.gather(1, anchors), G, state).flatten(1, 2)  # (B, A * G, D)
         for layer in self.layers:
             k_ctx, v_ctx = self.context_kv(layer, context, cos, sin)
             q, k, v = layer.attn.project(layer.attn_norm(x), block_cos, block_sin)
@@ -275,10 +295,12 @@ def from_target(config: DrafterConfig, target: Target, draft_ids) -> Drafter:
         drafter.context_norm.weight.copy_(target.layers[-n].attn_norm.weight)
         nn.init.zeros_(drafter.head.W2.weight)  # the bias B starts at nothing and the backbone's logits alone decide
         nn.init.zeros_(drafter.confidence.weight)
-        if config.head == "eagle":
+        if config.anchor_state:  # likewise: starts as the state of the position before; a block's inputs must also differ from the start
             drafter.join.weight.zero_()
-            drafter.join.weight[:, D:] = torch.eye(D)  # likewise: starts as the state of the position before
-        else:
+            drafter.join.weight[:, D:] = torch.eye(D)
+            if config.head != "eagle":
+                drafter.join.weight[:, :D] = torch.eye(D)
+        if config.head != "eagle":
             drafter.mask.copy_(target.embed.weight.float().mean(0))
     return drafter
 

@@ -261,7 +261,7 @@ def prepare(args):
     counts = torch.bincount(torch.cat([d.ids[d.answer :] for d in training]), minlength=target.config.vocab_size)
     draft_ids = counts.topk(args.draft_vocab).indices.sort().values
     coverage = counts[draft_ids].sum().item() / counts.sum().item()
-    config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank)
+    config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank, args.anchor_state)
     # trained weights in fp32 with products in bf16 (autocast), frozen ones in bf16 throughout
     drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
@@ -423,6 +423,7 @@ def main():
     f.add_argument("--feature-layers", type=int, nargs="+", default=FEATURE_LAYERS)
     f.add_argument("--head", choices=drafting.KINDS, default="markov", help="none: DFlash; eagle: autoregressive, with --layers 1")
     f.add_argument("--rank", type=int, default=96)
+    f.add_argument("--anchor-state", action="store_true", help="join H_ctx of the newest committed token to the block's inputs (not in the paper)")
     f.add_argument("--draft-vocab", type=int, default=8192)
     f.add_argument("--lr", type=float, default=6e-3)
     f.add_argument("--loss", choices=["kl-then-paper", "kl", "paper"], default="kl-then-paper")

@@ -51,7 +51,7 @@ def chain(eagle, tokens, features, anchor, drafted, keep=True):
     ids = [*tokens.tolist(), anchor, *drafted]
     for k in range(len(drafted)):
         n = len(tokens) + 1 + k  # rows so far; the last is the newest
-        x = torch.stack([eagle.enter(torch.tensor(ids[t]), before[t]) for t in range(n)])
+        x = torch.stack([eagle.row(torch.tensor(ids[t]), before[t]) for t in range(n)])
         cos, sin = eagle.rotation(torch.arange(n))
         q, key, value = layer.attn.project(layer.attn_norm(x), cos, sin)  # (n, H or J, d)
         H, J = q.shape[1], key.shape[1]

@@ -27,12 +27,12 @@ EXACT, F32_STEP, GAP = 1e-10, 1.2e-7, 1e-3
 V, D, RANK = 64, 32, 8
 
 
-def make(head="markov", K=None, gamma=3, max_len=128, seed=3, **kw):
+def make(head="markov", K=None, gamma=3, max_len=128, seed=3, anchor_state=False, **kw):
     """A float64 target and a random two-layer drafter (one layer would hide what crosses layers) with every weight random."""
     target = tiny_target(max_len=max_len, **kw).double()
     torch.manual_seed(seed)
     ids = torch.randperm(V)[:K].sort().values if K else torch.arange(V)
-    drafter = Drafter(DrafterConfig(gamma, n_layers=2, feature_layers=(0, 1), head=head, rank=RANK), target, ids)
+    drafter = Drafter(DrafterConfig(gamma, n_layers=2, feature_layers=(0, 1), head=head, rank=RANK, anchor_state=anchor_state), target, ids)
     drafter = drafter.double().eval().requires_grad_(False)
     for name, p in drafter.named_parameters():
         if name.endswith("norm.weight"):  # norms start at one, where forgetting their weight would not show
@@ -105,6 +105,9 @@ def oracle_block(drafter, features, anchor, G, *, first=None, causal=False, own_
     context = [rms(drafter.context_proj.weight @ f, drafter.context_norm) for f in seen]  # Eq. 2
     place = [(n if first is None else first) + j for j in range(G)]
     x = [drafter.embed[anchor]] + [drafter.mask] * (G - 1)
+    if drafter.config.anchor_state:
+        state = rms(context[-1] if context else torch.zeros(D, dtype=torch.float64), drafter.state_norm)
+        x = [drafter.join.weight @ torch.cat([rms(v, drafter.token_norm), state]) for v in x]
     for layer in drafter.layers:
         W_q, W_k, W_v = layer.attn.qkv.weight.split([H * h, Hkv * h, Hkv * h])
         norm_q = (lambda v: rms(v, layer.attn.q_norm)) if t.qk_norm else (lambda v: v)
@@ -164,9 +167,9 @@ def oracle(drafter, features, anchor, tokens, see_own=False, **broken):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_proposal_equals_the_oracle(head, qk_norm):
-    _, drafter = make(head, K=40, qk_norm=qk_norm)
+@pytest.mark.parametrize("qk_norm, anchor_state", [(False, False), (True, False), (False, True)])
+def test_proposal_equals_the_oracle(head, qk_norm, anchor_state):
+    _, drafter = make(head, K=40, qk_norm=qk_norm, anchor_state=anchor_state)
     for n in (0, 1, 9):  # an empty context too: a block that only sees itself
         features, u = features_of(n, seed=n), rand(1, 3, seed=n)
         draft = solo(drafter, features, 5, u)
@@ -202,6 +205,25 @@ def teacher_forced(drafter, features, tokens, anchors):
     h, code, previous = drafter(features, tokens, anchors)
     logits = h @ drafter.head_rows.T + drafter.head.W2(code)
     return logits.softmax(-1), drafter.confidence_logit(h, previous).sigmoid(), h
+
+
+def test_the_anchors_state_is_the_one_before_it():
+    """anchor_state in training: every block of forward() has the state of its own anchor's predecessor, as decoding leaves it in the
+    cache, whatever the slot and however its context came in; with any other state the block differs."""
+    _, drafter = make("markov", K=40, anchor_state=True)
+    features, tokens, anchors = randn(2, 16, 2 * D), randint(V, 2, 16), torch.tensor([[1, 4, 11], [2, 5, 9]])
+    _, _, h = teacher_forced(drafter, features, tokens, anchors)
+    for b in range(2):
+        for i, a in enumerate(anchors[b].tolist()):
+            cache = drafter.new_cache(3, 16)
+            cache.state.fill_(9.0)  # what a former tenant left
+            fill(drafter, cache, 0, features[1 - b, :3])  # a neighbour
+            fill(drafter, cache, 2, features[b, : a // 2])
+            fill(drafter, cache, 2, features[b, a // 2 : a], a // 2)
+            where = torch.stack([tokens[b, a], torch.tensor(2), torch.tensor(a)])[:, None]
+            assert gap(drafter.block(*where, cache, 3)[0], h[b, i]) < EXACT
+            cache.state[2] = drafter.context(features[b, a])  # the anchor's own, which does not exist yet
+            assert gap(drafter.block(*where, cache, 3)[0], h[b, i]) > 1e-3
 
 
 @pytest.mark.parametrize("head", HEADS)
