@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
         if (i == 0) {
             __threadfence();  // first the result, then the word that it is there
             s.arrived_last = atomicAdd(&w.arrived[r], 1) == w.C - 1;
-            __threadfence();  // first the word of all others, then their results
+            if (s.arrived_last) __threadfence();  // first the word of all others, then their results
         }
         __syncthreads();
         if (!s.arrived_last) continue;
@@ -593,3 +593,57 @@ void verify(int version, bool is_bf16, const Batch& b, int C, char* scratch, int
     if (is_bf16) launch<bf16>(version, b, C, scratch, multiprocessors, stream);
     else launch<float>(version, b, C, scratch, multiprocessors, stream);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The binding. Only torch's builder, which defines this name, reads it: its headers take nvcc longer than all of the above.
+
+#ifdef TORCH_EXTENSION_NAME
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/extension.h>
+
+// -> {n_accepted (R,), next_token (R,), error (R,) int32}. Shapes and dtypes are checked here, values on the GPU (refuse).
+std::vector<torch::Tensor> verify_tensors(const torch::Tensor& logits, const torch::Tensor& temperature, const torch::Tensor& p_draft,
+                                          const torch::Tensor& tokens, const torch::Tensor& verify_len, const torch::Tensor& u,
+                                          const std::optional<torch::Tensor>& draft_ids, int64_t version, int64_t chunks) {
+    const c10::cuda::CUDAGuard guard(logits.device());  // launch where the tensors are, whatever the current device is
+    TORCH_CHECK(logits.dim() == 2 && tokens.dim() == 2, "logits must be (N, V) and tokens (R, G)");
+    const int64_t N = logits.size(0), V = logits.size(1), R = tokens.size(0), G = tokens.size(1);
+    const int64_t K = draft_ids ? draft_ids->size(0) : V;
+    TORCH_CHECK(V > 0 && V < 1 << 30 && N < 1 << 30 && R * (G + 1) < 1 << 29, "too large for 32-bit counters");
+    TORCH_CHECK(version >= 1 && version <= 3, "version must be 1, 2 or 3");
+    auto check = [&](const char* name, const torch::Tensor& t, torch::ScalarType type, c10::IntArrayRef shape) {
+        TORCH_CHECK(t.device() == logits.device() && t.is_cuda() && t.is_contiguous(), name, " must be contiguous, on the logits' GPU");
+        TORCH_CHECK(t.scalar_type() == type && t.sizes() == shape, name, " must be ", type, " ", shape, ", is ", t.scalar_type(), " ", t.sizes());
+    };
+    const bool is_bf16 = logits.scalar_type() == torch::kBFloat16;
+    check("logits", logits, is_bf16 ? torch::kBFloat16 : torch::kFloat32, {N, V});
+    check("temperature", temperature, torch::kFloat32, {R});
+    check("p_draft", p_draft, torch::kFloat32, {R, G, K});
+    check("tokens", tokens, torch::kInt64, {R, G});
+    check("verify_len", verify_len, torch::kInt64, {R});
+    check("u", u, torch::kFloat64, {R, G + 1});
+    if (draft_ids) check("draft_ids", *draft_ids, torch::kInt64, {K});
+
+    auto n_accepted = torch::empty({R}, tokens.options()), next_token = torch::empty({R}, tokens.options());
+    auto error = torch::empty({R}, tokens.options().dtype(torch::kInt32));
+    const Batch b{(int)R, (int)G, (int)V, (int)K, (int)N, logits.data_ptr(), temperature.data_ptr<float>(), p_draft.data_ptr<float>(),
+                  draft_ids ? draft_ids->data_ptr<int64_t>() : nullptr, tokens.data_ptr<int64_t>(), verify_len.data_ptr<int64_t>(),
+                  u.data_ptr<double>(), n_accepted.data_ptr<int64_t>(), next_token.data_ptr<int64_t>(), error.data_ptr<int>()};
+    int multiprocessors = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, logits.get_device()));
+    const int C = chunks > 0 ? (int)(chunks < BLOCK ? chunks : BLOCK) : chunks_per_row(b.R, b.V, multiprocessors);
+    Work w;
+    // From torch's allocator, which hands memory out in the order of the stream: it may be given back while the kernel runs.
+    auto scratch = torch::empty({(int64_t)lay_out(w, nullptr, b, C)}, logits.options().dtype(torch::kUInt8));
+    verify((int)version, is_bf16, b, C, (char*)scratch.data_ptr(), multiprocessors, c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return {n_accepted, next_token, error};
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("verify", &verify_tensors, "logits to n_accepted, next_token, error", py::arg("logits"), py::arg("temperature"), py::arg("p_draft"),
+          py::arg("tokens"), py::arg("verify_len"), py::arg("u"), py::arg("draft_ids") = py::none(), py::arg("version") = 3, py::arg("chunks") = 0);
+}
+#endif

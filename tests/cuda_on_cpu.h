@@ -8,9 +8,11 @@ shared memory is an exact allocation, so AddressSanitizer sees its ends; and it 
 What a GPU does and this does not: threads of a warp need not be in step here (they are only where they exchange, which is all
 that CUDA promises as well); exp2f is the C library's; time means nothing.
 
-Memory order is modelled as CUDA has it: atomics order nothing but themselves, __threadfence() does. ThreadSanitizer does not
-know fences, so ours is an exchange on one common variable, which orders what came before one fence against what follows a later
-one. A forgotten __threadfence() is then a data race that it reports.
+Memory order is modelled as CUDA has it: atomics order nothing but themselves, __threadfence() does. ThreadSanitizer does not know
+fences, so a fence here acquires from every address that its thread has used atomically since the last one, and makes the
+thread's next atomics, up to a barrier, release. A forgotten __threadfence() is then a data race that it reports. Two things
+are stricter on a GPU and are not seen: __syncwarp, since an exchange orders memory here, and a second fence after the first
+before the same barrier.
 */
 #pragma once
 #include <atomic>
@@ -90,6 +92,8 @@ struct Block {
 
 inline thread_local Block* block;
 inline thread_local int turn;
+inline thread_local std::vector<int*> touched;  // atomically, since the last fence
+inline thread_local bool fenced;                // since the last barrier
 
 template <typename X>
 X exchange(X x, int from) {  // what thread `from` of this warp offers
@@ -114,7 +118,7 @@ struct Launch {
                 Block here(threads);
                 std::vector<std::thread> running;
                 for (int t = 0; t < threads; t++) running.emplace_back([&, t] {
-                    block = &here, turn = 0;
+                    block = &here, turn = 0, fenced = false;
                     threadIdx.x = t, blockIdx.x = b, blockDim.x = threads;
                     kernel(args...);
                     here.barrier.arrive_and_drop();
@@ -131,15 +135,25 @@ struct Launch {
 template <typename Kernel>
 Launch<Kernel> launch(Kernel kernel, int blocks, int threads, cudaStream_t) { return {kernel, blocks, threads}; }
 
-inline std::atomic<int> fence;
+inline int order(int* at) {
+    if (touched.empty() || touched.back() != at) touched.push_back(at);
+    return fenced ? __ATOMIC_RELEASE : __ATOMIC_RELAXED;
+}
 
 }  // namespace cpu
 
 #define LAUNCH(kernel, blocks, threads, stream) cpu::launch(kernel, blocks, threads, stream)
 #define SHARED(type, name) type& name = *static_cast<type*>(cpu::block->shared(sizeof(type)))
 
-inline void __syncthreads() { cpu::block->barrier.arrive_and_wait(); }
-inline void __threadfence() { cpu::fence.fetch_add(1, std::memory_order_acq_rel); }
+inline void __syncthreads() {
+    cpu::fenced = false;
+    cpu::block->barrier.arrive_and_wait();
+}
+inline void __threadfence() {
+    for (int* at : cpu::touched) (void)__atomic_load_n(at, __ATOMIC_ACQUIRE);
+    cpu::touched.clear();
+    cpu::fenced = true;
+}
 
 template <typename X>
 X __shfl_xor_sync(unsigned, X x, int d) { return cpu::exchange(x, (threadIdx.x % 32) ^ d); }
@@ -149,12 +163,16 @@ X __shfl_up_sync(unsigned, X x, int d) {
     return cpu::exchange(x, lane < d ? lane : lane - d);
 }
 
-// Relaxed: see above.
-inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
-inline int atomicExch(int* at, int x) { return __atomic_exchange_n(at, x, __ATOMIC_RELAXED); }
-inline void cpu_atomic_until(int* at, int x, bool (*better)(int, int)) {
-    int old = __atomic_load_n(at, __ATOMIC_RELAXED);
-    while (better(x, old) && !__atomic_compare_exchange_n(at, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+// Orders: see above.
+inline int atomicAdd(int* at, int x) {
+    return cpu::order(at) == __ATOMIC_RELEASE ? __atomic_fetch_add(at, x, __ATOMIC_RELEASE) : __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
 }
-inline void atomicMin(int* at, int x) { cpu_atomic_until(at, x, [](int a, int b) { return a < b; }); }
-inline void atomicMax(int* at, int x) { cpu_atomic_until(at, x, [](int a, int b) { return a > b; }); }
+inline int atomicExch(int* at, int x) {
+    return cpu::order(at) == __ATOMIC_RELEASE ? __atomic_exchange_n(at, x, __ATOMIC_RELEASE) : __atomic_exchange_n(at, x, __ATOMIC_RELAXED);
+}
+inline void atomicMin(int* at, int x) {  // in shared memory, between barriers
+    for (int old = __atomic_load_n(at, __ATOMIC_RELAXED); x < old && !__atomic_compare_exchange_n(at, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {}
+}
+inline void atomicMax(int* at, int x) {
+    for (int old = __atomic_load_n(at, __ATOMIC_RELAXED); x > old && !__atomic_compare_exchange_n(at, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {}
+}

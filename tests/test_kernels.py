@@ -86,7 +86,7 @@ class Batch(ctypes.Structure):
 
 def compile(out, source=SOURCE, block=64, flags=()):
     """kernels.cu -> a library, or a program with -DPROGRAM. 64 threads a block: two warps, so that warps have to meet too."""
-    command = ["g++", "-std=c++20", "-O1", f"-DBLOCK={block}", f'-DKERNELS="{source}"', *flags, str(HERE / "kernel_on_cpu.cpp")]
+    command = ["g++", "-std=c++20", "-O0", "-g1", f"-DBLOCK={block}", f'-DKERNELS="{source}"', *flags, str(HERE / "kernel_on_cpu.cpp")]
     done = subprocess.run([*command, "-pthread", "-o", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
@@ -463,8 +463,8 @@ def test_broken_drafts_and_arguments_are_reported(library, version):
 
 TOOLS = {  # what a build reports with, and what it then says
     "plain": ([], ""),
-    "thread": (["-fsanitize=thread", "-g"], "data race"),
-    "address": (["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"], "AddressSanitizer|runtime error"),
+    "thread": (["-fsanitize=thread"], "data race"),
+    "address": (["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "AddressSanitizer|runtime error"),
 }
 
 
@@ -493,9 +493,22 @@ def execute(program, case, version, C, folder, seconds=120):
     return ("" if [*n] == wanted.n_accepted.tolist() and [*x] == wanted.next_token.tolist() else "wrong ids"), done.stderr
 
 
+def join(*cases):
+    """Requests of the same V, G and draft_ids in one batch."""
+    parts = [torch.cat([getattr(case, name) for case in cases]) for name in "logits temperature p_draft tokens verify_len u".split()]
+    return Case(*parts, draft_ids=cases[0].draft_ids)
+
+
 def hard_cases():
     """Small, but with all that can go wrong in them: (case, chunks a row)."""
+    half = [0.0, 0.0, -INF, -INF]
+    flat, u = torch.zeros(12, 131), (torch.arange(12) * 11 + 0.5) / 131  # u in the middle of an id's interval: each id counts
+    none = torch.zeros(12, dtype=torch.long)
     return [
+        (join(one([half] * 2, [0, 0, 0.5, 0.5], [2], [0.0, 0.6]),  # at u = 0
+              one([[5.0, 7.0, 7.0, 7.0]] * 2, [0, 0, 0, 1], [3], [0.5, 0.9], temperature=0.0)), 2),  # a tie
+        (one([half] * 2, [0.875, 0.125], [1], [0.75, 0.9], draft_ids=torch.tensor([1, 3])), 1),  # a rejection in the first column
+        (Case(flat, torch.ones(12), torch.zeros(12, 0, 131), none[:, None][:, :0], none, u[:, None].double()), 3),
         (exact_case(5, 4, 203, F32, seed=1), 3),
         (exact_case(6, 3, 1101, BF16, K=200, seed=3), 2),
         # one row whose maximum is met late and in another chunk and thread: sums have to shrink to match
@@ -511,3 +524,173 @@ def test_sanitizers_find_nothing(tool, tmp_path):
         for version in VERSIONS:
             problem, said = execute(program, case, version, C, tmp_path)
             assert problem == "", f"version {version}: {problem}\n{said[:4000]}"
+
+
+# name: (tool that must see it, text in kernels.cu, how often it stands there, what a mistake would make of it)
+FAULTS = {
+    "no barrier before the warps' maxima are read": ("thread", "    __syncthreads();  // all warps have written\n", 1, ""),
+    "no barrier after the warps' sums were read": ("thread", "    __syncthreads();\n    return sum;", 1, "    return sum;"),
+    "no barrier after an item is taken": ("thread", "        if (i == 0) take(b, w, s);\n        __syncthreads();\n", 1, "        if (i == 0) take(b, w, s);\n"),
+    "no fence before an arrival is counted": ("thread", "            __threadfence();  // first the result, then the word that it is there\n", 1, ""),
+    "no fence after an arrival is counted": ("thread", "            if (s.arrived_last) __threadfence();  // first the word of all others, then their results\n", 1, ""),
+    "no fence before an entry is published": ("thread", "    __threadfence();  // all that was written for it is seen by whoever sees the entry\n", 1, ""),
+    "no fence after an entry is found": ("thread", "    __threadfence();  // pairs with append's\n", 1, ""),
+    "maximum over half a warp": ("plain", "for (int d = 16; d > 0; d /= 2) x = fmaxf", 1, "for (int d = 8; d > 0; d /= 2) x = fmaxf"),
+    "sum over half a warp": ("plain", "for (int d = 16; d > 0; d /= 2) x +=", 1, "for (int d = 8; d > 0; d /= 2) x +="),
+    "prefix sum without the warps before": ("plain", "    after += before;\n    // The same", 1, "    // The same"),
+    "head skipped": ("plain", "    if (i < head) online.add(x + i, 1, scale);\n", 1, ""),
+    "tail skipped": ("plain", "    if (tail + i < n) online.add(x + tail + i, 1, scale);\n", 1, ""),
+    "last chunk cut short": ("plain", "w.chunk = (b.V + C - 1) / C;", 1, "w.chunk = b.V / C;"),
+    "sum not shrunk when the maximum rises": ("plain", "            sum *= exp2f((top - high) * scale);  // the first time: 0 * 2^-inf = 0\n", 1, ""),
+    "chunks added without a common maximum": ("plain", "w.sum[r * w.C + i] * shrink(top, row.top, scale)", 1, "w.sum[r * w.C + i]"),
+    "accepted at equality": ("plain", "(double)p_draft < (double)row.target(x)", 1, "(double)p_draft <= (double)row.target(x)"),
+    "residual not subtracted": ("plain", "const float w = target(v) - draft(v, column);", 1, "const float w = target(v);"),
+    "residual not clamped": ("plain", "return w < 0 ? 0.0f : w;", 1, "return fabsf(w);"),
+    "draft column one too far": ("plain", "if (ids[middle] < v) low", 1, "if (ids[middle] <= v) low"),
+    "one thread alone looks for the argmax": ("plain", "    atomicMin(&s.least, x);\n", 1, ""),
+    "next row read before it is wanted": ("address", "        float top = -INFINITY;\n", 1, "        float top = -INFINITY;\n        volatile float ahead = to_float(row.logits[b.V + i % b.V]); (void)ahead;\n"),
+    "one element too far": ("address", "if (tail + i < n) online.add", 1, "if (tail + i <= n) online.add"),
+    "16-byte loads from any address": ("address", "(16 - (uintptr_t)x % 16) % 16 / sizeof(T)", 1, "0 * (uintptr_t)x"),
+    "scratch too small": ("address", "return (char*)(w.taken + 3) - base;", 1, "return (char*)(w.taken + 2) - base;"),
+    "shared memory for one warp too few": ("address", "    double warp_sum[BLOCK / 32];", 1, "    double warp_sum[BLOCK / 32 - 1];"),
+}
+
+
+@needs_gcc
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, tmp_path):
+    tool, right, times, wrong = FAULTS[fault]
+    source = SOURCE.read_text()
+    assert source.count(right) == times, f"{fault}: kernels.cu no longer has the text that this fault replaces"
+    (tmp_path / "kernels.cu").write_text(source.replace(right, wrong))
+    flags, report = TOOLS[tool]
+    program = compile(tmp_path / "program", tmp_path / "kernels.cu", flags=["-DPROGRAM", *flags])
+    for case, C in hard_cases():
+        for version in reversed(VERSIONS):
+            problem, said = execute(program, case, version, C, tmp_path, seconds=30)
+            if problem and (tool == "plain" or re.search(report, said)):
+                return
+    pytest.fail(f"{fault}: not caught by {tool}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the compiler for GPUs
+
+
+def nvcc_arches():
+    if shutil.which("nvcc") is None:
+        return ""
+    return subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_nvcc_compiles_it(arch, tmp_path, capsys):
+    """Warnings are errors. A spilled register is memory traffic nobody asked for; too many registers, and fewer blocks fit."""
+    if f"compute_{arch}\n" not in nvcc_arches():
+        pytest.skip(f"no nvcc, or one that does not know sm_{arch}")
+    command = ["nvcc", "-O3", "-std=c++17", f"-arch=sm_{arch}", "-cubin", "--Werror", "all-warnings", "-Xptxas", "-v"]
+    done = subprocess.run([*command, "-o", str(tmp_path / "cubin"), str(SOURCE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = {}
+    for entry in done.stderr.split("Compiling entry function")[1:]:
+        name = re.search(r"'_Z\d+([a-z]+\d)(?:I(f|4bf16)E)?", entry)
+        numbers = [int(found[1]) if (found := re.search(pattern, entry)) else 0 for pattern in (
+            r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"Used (\d+) registers", r"(\d+) bytes smem")]
+        entries[name[1] + {None: "", "f": "<float>", "4bf16": "<bf16>"}[name[2]]] = numbers
+    assert len(entries) == 7, done.stderr  # three versions for two dtypes, and version 3's preparation
+    with capsys.disabled():
+        print(f"\nsm_{arch}:", "; ".join(f"{name} {registers} registers, {stores + loads} B spilled, {shared} B shared"
+                                      for name, (stores, loads, registers, shared) in entries.items()))
+    for name, (stores, loads, registers, shared) in entries.items():
+        assert stores == loads == 0, f"{name} spills"
+        assert 0 < registers <= 64, f"{name}: 256 threads of more than 64 registers, and 4 blocks do not fit on a multiprocessor"
+        assert shared <= 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the place that chooses
+
+
+@pytest.fixture
+def emulated(library, monkeypatch):
+    """verify.py takes CPU tensors for CUDA's and the emulated kernel for the built one. Gives the list of calls."""
+    calls = []
+
+    def kernel(logits, temperature, p_draft, tokens, verify_len, u, draft_ids):
+        calls.append(len(logits))
+        return run(library, Case(logits, temperature, p_draft, tokens, verify_len, u, draft_ids), 3, C=2)
+
+    monkeypatch.setattr(verify, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(verify, "fused_kernel", lambda: kernel)
+    return calls
+
+
+def call(case, temperature=None, top_k=0, top_p=1.0, **changes):
+    args = dict(logits=case.logits, p_draft=case.p_draft, tokens=case.tokens, verify_len=case.verify_len, u=case.u, draft_ids=case.draft_ids)
+    return verify_logits(temperature=case.temperature if temperature is None else temperature, top_k=top_k, top_p=top_p, **(args | changes))
+
+
+@needs_gcc
+@pytest.mark.parametrize("K", [None, 40])
+def test_kernel_and_pytorch_path_agree(K, library, monkeypatch, request):
+    case = exact_case(10, 3, 111, F32, K, seed=7)
+    by_pytorch = call(case)
+    emulated = request.getfixturevalue("emulated")
+    by_kernel = call(case)
+    assert len(emulated) == 1
+    assert torch.equal(by_kernel.n_accepted, by_pytorch.n_accepted) and torch.equal(by_kernel.next_token, by_pytorch.next_token)
+    assert torch.equal(call(case, u=case.u.float().clamp(max=1 - 2**-24)).n_accepted, by_pytorch.n_accepted)  # float32 uniforms are fine
+
+
+@needs_gcc
+def test_who_takes_the_pytorch_path(emulated, monkeypatch):
+    case = exact_case(4, 2, 30, F32, seed=7)
+    call(case, temperature=0.7), call(case, top_k=torch.zeros(4), top_p=torch.ones(4))
+    assert len(emulated) == 2
+    wanted = call(case, top_p=0.9), call(case, top_k=5), call(case, top_k=torch.tensor([0, 0, 3, 0])), call(case, top_p=torch.tensor([1, 1, 1, 0.5]))
+    call(case, p_draft=case.p_draft.double()), call(case, logits=case.logits.double())
+    assert len(emulated) == 2 and all(len(w.n_accepted) == 4 for w in wanted)
+    monkeypatch.setattr(verify, "fused_kernel", lambda: None)  # no compiler
+    call(case)
+    monkeypatch.setattr(verify, "fused_kernel", lambda: pytest.fail("CPU tensors asked for a kernel"))
+    monkeypatch.setattr(verify, "on_gpu", lambda tensor: tensor.is_cuda)
+    call(case)
+    assert len(emulated) == 2
+
+
+@needs_gcc
+def test_refusals_name_the_request_and_the_cause(emulated):
+    for name, value, message in (("logits", NAN, "request 2: a row of logits holds NaN"), ("u", 1.5, "request 2: temperature, verify_len")):
+        case = exact_case(4, 2, 30, F32, seed=7)
+        (case.logits[case.first_row()[2]] if name == "logits" else case.u[2])[0] = value
+        with pytest.raises(ValueError, match=message):
+            call(case)
+
+
+@needs_gcc
+def test_engine_writes_the_same_text_through_the_kernel(library, request):
+    """Three requests, two temperatures and a greedy one, over a reduced draft vocabulary, through dspark.generate."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, K=32)
+    sampling = [dspark.Sampling(temperature=t, seed=i, max_new_tokens=12) for i, t in enumerate((0.8, 0.0, 1.2))]
+
+    def texts():
+        return [r.ids for r in dspark.generate(target, drafter, [[1, 2, 3], [4, 5], [6]], sampling=sampling, gamma=3)]
+
+    by_pytorch = texts()
+    emulated = request.getfixturevalue("emulated")
+    assert texts() == by_pytorch and len(emulated) > 0
+
+
+def test_no_compiler_is_said_in_one_line(monkeypatch, capsys):
+    import torch.utils.cpp_extension as cpp
+
+    def fail(*args, **kwargs):
+        raise OSError("CUDA_HOME environment variable is not set.\nand more")
+
+    monkeypatch.setattr(cpp, "load", fail)
+    verify.fused_kernel.cache_clear()
+    assert verify.fused_kernel() is None
+    assert "PyTorch judges instead (CUDA_HOME environment variable is not set.)" in capsys.readouterr().err
+    assert verify.fused_kernel() is None and capsys.readouterr().err == ""  # tried once
+    verify.fused_kernel.cache_clear()
