@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import dspark
+import kernel_bench
 import verify
 from drafter import tiny_drafter
 from target import tiny_target
@@ -93,13 +94,26 @@ def compile(out, source=SOURCE, block=64, flags=()):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def cpu_library(tmp_path_factory):
     flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
     return ctypes.CDLL(str(compile(tmp_path_factory.mktemp("kernels") / "kernels.so", flags=flags)))
 
 
+# "gpu": the kernel as verify.py builds it, where there is a GPU. All of parts 1 to 3 then run on both.
+@pytest.fixture(scope="module", params=["cpu", *(["gpu"] if torch.cuda.is_available() else [])])
+def library(request):
+    if request.param == "cpu":
+        return request.getfixturevalue("cpu_library")
+    kernel = verify.fused_kernel()
+    assert kernel is not None, "a GPU, but kernels.cu could not be built"
+    return kernel
+
+
 def run(library, case, version, C=0, multiprocessors=2, at_once=3):
     """-> n_accepted, next_token, error (R,). C chunks a row in version 3; 0: what the launcher chooses for that many processors."""
+    if callable(library):
+        arrays = [t if t is None else t.cuda() for t in case.arrays()]  # draft_ids stand fourth there, and last here
+        return tuple(t.cpu() for t in library(*arrays[:3], *arrays[4:], arrays[3], version, C))
     R = len(case.verify_len)
     n, x, e = torch.full((R,), -7), torch.full((R,), -7), torch.full((R,), -7, dtype=torch.int32)
     pointers = [None if t is None else t.data_ptr() for t in (*map(contiguous, case.arrays()), n, x, e)]
@@ -391,6 +405,30 @@ def test_version_3_gives_the_same_whoever_comes_first(library):
     assert all(torch.equal(a, b) for answer in answers for a, b in zip(answer, answers[0]))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_cuda_graph_holds_the_kernel(version):
+    """Captured on one batch, replayed on another: no host synchronisation, and nothing left over from the run before."""
+    kernel = verify.fused_kernel()
+    cases = [any_case(6, 5, 3000, BF16, K=900, seed=s) for s in (5, 6)]
+    for case in cases:
+        case.verify_len[:] = 5
+        case.logits = (3 * torch.randn(36, 3000, generator=generator(7))).to(BF16)
+    buffers = [t.cuda() for t in cases[0].arrays()]
+    args = [*buffers[:3], *buffers[4:], buffers[3], version]
+    kernel(*args)  # warm-up
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = kernel(*args)
+    for case in (*cases, cases[0]):
+        for buffer, t in zip(buffers, case.arrays()):
+            buffer.copy_(t)
+        graph.replay()
+        n, x, error = (t.cpu() for t in outputs)
+        assert not error.any()
+        explain(case, n, x)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. refused
 
@@ -612,13 +650,13 @@ def test_nvcc_compiles_it(arch, tmp_path, capsys):
 
 
 @pytest.fixture
-def emulated(library, monkeypatch):
+def emulated(cpu_library, monkeypatch):
     """verify.py takes CPU tensors for CUDA's and the emulated kernel for the built one. Gives the list of calls."""
     calls = []
 
     def kernel(logits, temperature, p_draft, tokens, verify_len, u, draft_ids):
         calls.append(len(logits))
-        return run(library, Case(logits, temperature, p_draft, tokens, verify_len, u, draft_ids), 3, C=2)
+        return run(cpu_library, Case(logits, temperature, p_draft, tokens, verify_len, u, draft_ids), 3, C=2)
 
     monkeypatch.setattr(verify, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(verify, "fused_kernel", lambda: kernel)
@@ -632,7 +670,7 @@ def call(case, temperature=None, top_k=0, top_p=1.0, **changes):
 
 @needs_gcc
 @pytest.mark.parametrize("K", [None, 40])
-def test_kernel_and_pytorch_path_agree(K, library, monkeypatch, request):
+def test_kernel_and_pytorch_path_agree(K, request):
     case = exact_case(10, 3, 111, F32, K, seed=7)
     by_pytorch = call(case)
     emulated = request.getfixturevalue("emulated")
@@ -668,7 +706,7 @@ def test_refusals_name_the_request_and_the_cause(emulated):
 
 
 @needs_gcc
-def test_engine_writes_the_same_text_through_the_kernel(library, request):
+def test_engine_writes_the_same_text_through_the_kernel(request):
     """Three requests, two temperatures and a greedy one, over a reduced draft vocabulary, through dspark.generate."""
     target = tiny_target()
     drafter = tiny_drafter(target, K=32)
@@ -694,3 +732,19 @@ def test_no_compiler_is_said_in_one_line(monkeypatch, capsys):
     assert "PyTorch judges instead (CUDA_HOME environment variable is not set.)" in capsys.readouterr().err
     assert verify.fused_kernel() is None and capsys.readouterr().err == ""  # tried once
     verify.fused_kernel.cache_clear()
+
+
+def test_bench_without_a_gpu_shows_bytes_and_floor(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernel_bench.main_kernel()
+    said = capsys.readouterr().out
+    assert "need a GPU" in said
+    # R = 64, V = 151936, bf16: 64 * 8 rows of 303,872 bytes; or 64 rows, and 64 rows of p_draft in float
+    assert "155.58 MB" in said and "58.34 MB" in said
+
+
+def test_bench_inputs_are_what_they_say():
+    for mix, least in (("accepted", 7), ("mixed", 2)):
+        inputs = kernel_bench.make_inputs(6, 300, BF16, mix, "cpu")
+        n = kernel_bench.by_pytorch(**inputs).n_accepted
+        assert n.double().mean() >= least and (mix == "accepted" or n.min() < 7)
