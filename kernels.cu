@@ -183,8 +183,9 @@ __device__ inline void finish(const Batch& b, int r, int n_accepted, int id, int
 // ---------------------------------------------------------------------------------------------------------------------
 // Version 1: one thread per request. No thread knows of another: this is the rule, left to right, as one would write it in C.
 //
-// Cost: R threads on a chip that has room for over 200,000, so almost all of it idles, and each thread waits for memory at
-// every element. The threads of a warp read addresses V apart, and memory moves 32 bytes at a time for 2 or 4 that are used.
+// Cost: R threads on a chip that has room for over 200,000, so almost all of it idles, and each thread waits for memory again and
+// again. The threads of a warp read addresses V apart: 32 pieces of memory for one load instruction, of each 2 or 4 bytes used at
+// a time. And every row is passed over twice before its token can be judged.
 
 template <typename T>
 __global__ void verify1(Batch b) {
