@@ -235,7 +235,7 @@ def fused_kernel():
     try:
         from torch.utils.cpp_extension import load
 
-        print("verify.py: building kernels.cu, once ..", file=sys.stderr)
+        print("verify.py: loading kernels.cu (the first time it is built) ..", file=sys.stderr)
         return load("dspark_kernels", [str(Path(__file__).with_name("kernels.cu"))], extra_cuda_cflags=["-O3"]).verify
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no nvcc, no ninja, no host compiler, ..
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
