@@ -33,7 +33,7 @@ import torch
 import scheduler
 from drafter import Draft
 from smollm2 import EOS
-from verify import logits_to_probs, sample, verify_tokens
+from verify import logits_to_probs, sample, verify_logits
 
 PREFILL_ROWS = 512  # a long prompt goes through the target in pieces of this many rows
 
@@ -180,9 +180,8 @@ class Engine:
         rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, draft.tokens.tolist(), verify_len)])
         # (N, V) and (N, m * D). Rows that the scheduler cut are not run: that is all that scheduling saves
         logits, features = self.target(*rows, self.cache, self.drafter.feature_layers if self.drafter else ())
-        p_target = logits_to_probs(logits, *self.settings([1 + l for l in verify_len]))  # (N, V)
-        lengths = torch.tensor(verify_len, device=u.device)
-        return verify_tokens(p_target, draft.p_draft, draft.tokens, lengths, u, draft.draft_ids), features
+        settings, lengths = self.settings([1] * len(self.active)), torch.tensor(verify_len, device=u.device)
+        return verify_logits(logits, *settings, draft.p_draft, draft.tokens, lengths, u, draft.draft_ids), features
 
     def commit(self, draft, verify_len, verdict, features):
         """Append what was won, extend the drafter's context by it, let go of finished requests; one (request, Cycle) each."""

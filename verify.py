@@ -9,6 +9,7 @@ max(p_target - p_draft, 0) / sum (the correction). If all scheduled tokens pass,
     logits_to_probs   logits (..., V)   -> probs (..., V)   temperature, top-k, top-p; temperature 0 is one-hot
     sample            probs (..., V), u (...)   -> ids (...)   inverse CDF in id order
     verify_tokens     a batch of drafted blocks -> VerifyResult(n_accepted (R,), next_token (R,))
+    verify_logits     the same from raw target logits; on a GPU in one fused kernel (kernels.cu), whose reference this file is
 
 Shapes: R requests, G draft positions per block, V target vocabulary, K drafter's vocabulary (V unless reduced),
 N = sum(1 + verify_len) packed rows of the target. Positions k count from 0 here; the paper counts from 1.
@@ -19,7 +20,11 @@ argmax. Plain decoding is none either: it is verify length 0.
 
 Run alone: python -m doctest verify.py -v        Proof of the law: python -m pytest tests/test_verify.py
 """
+import functools
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -195,3 +200,55 @@ def verify_tokens(p_target, p_draft, tokens, verify_len, u, draft_ids=None):
     # u[:, G], never the u of the rejected position: that one is known to be high (it failed the test), and drawing with
     # it would pick the high ids of the residual. For the same reason no u may be shared with the drafter's sampling.
     return VerifyResult(n_accepted, sample(weights, u[:, G]))
+
+
+def verify_logits(logits, temperature, top_k, top_p, p_draft, tokens, verify_len, u, draft_ids=None):
+    """
+    verify_tokens from the target's raw logits (N, V). The settings are per request: numbers, or tensors (R,).
+
+    CPU tensors take logits_to_probs and verify_tokens. CUDA tensors take kernels.cu, unless a request asks for top-k or top-p
+    (they need a sort), or there is no compiler. Same rule and same u, so the same ids, except where u is within rounding of a
+    CDF edge. The kernel sees a broken row only if it reads it: rows after a rejection it does not.
+    """
+    kernel = fused_kernel() if fusible(logits, p_draft, top_k, top_p) else None
+    if kernel is None:
+
+        def per_row(setting):  # (R,) -> (N,)
+            return setting.repeat_interleave(1 + verify_len) if torch.is_tensor(setting) and setting.dim() else setting
+
+        p_target = logits_to_probs(logits, per_row(temperature), per_row(top_k), per_row(top_p))
+        return verify_tokens(p_target, p_draft, tokens, verify_len, u, draft_ids)
+    temperature = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(len(tokens)).contiguous()
+    n_accepted, next_token, error = kernel(logits.contiguous(), temperature, p_draft.contiguous(), tokens.contiguous(),
+                                           verify_len.contiguous(), u.double().contiguous(), draft_ids)
+    # The kernel waited for nothing; here the host does, to read the errors. The engine reads the ids next, and would anyway.
+    if (error != 0).any():
+        r = int((error != 0).nonzero()[0])
+        what = {1: "a row of logits holds NaN, +inf or nothing but -inf; check the model and any mask used",
+                2: "p_draft holds NaN or inf", 3: "temperature, verify_len, tokens or u is out of range, or the rows are not N"}
+        raise ValueError(f"verify_logits: request {r}: {what[int(error[r])]}")
+    return VerifyResult(n_accepted, next_token)
+
+
+def fusible(logits, p_draft, top_k, top_p):
+    """Can kernels.cu judge these?"""
+    dtypes = logits.dtype in (torch.float32, torch.bfloat16) and p_draft.dtype == torch.float32
+    return on_gpu(logits) and dtypes and bool((torch.as_tensor(top_k) == 0).all() and (torch.as_tensor(top_p) == 1).all())
+
+
+def on_gpu(tensor):  # a function of its own, for tests: they let the emulated kernel judge CPU tensors
+    return tensor.is_cuda
+
+
+@functools.cache
+def fused_kernel():
+    """kernels.cu as a function of tensors, built at first use (a minute or two, then torch keeps the build); None if it cannot be."""
+    try:
+        from torch.utils.cpp_extension import load
+
+        print("verify.py: loading kernels.cu (the first time it is built) ..", file=sys.stderr)
+        return load("dspark_kernels", [str(Path(__file__).with_name("kernels.cu"))], extra_cuda_cflags=["-O3"]).verify
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no nvcc, no ninja, no host compiler, ..
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"verify.py: no fused kernel, PyTorch judges instead ({reason}). It needs nvcc and ninja.", file=sys.stderr)
+        return None
