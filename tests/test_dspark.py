@@ -23,7 +23,7 @@ import drafter as drafting
 import dspark
 import scheduler
 import smollm2
-from dspark import Engine, Request, Result, Sampling, generate
+from dspark import Engine, Result, Sampling, generate
 from drafter import Draft, tiny_drafter
 from target import tiny_target
 from verify import logits_to_probs
@@ -79,6 +79,13 @@ def plain_loop(target, prompt, n, eos=NEVER):
     return tokens[len(prompt) :]
 
 
+class Context(dict):
+    """A scripted model's cache: slot -> positions whose features were handed over."""
+
+    def clear(self, slot, end):
+        self[slot] = []
+
+
 class ScriptedDrafter:
     """Proposes scripts[slot], prompt and continuation, except at places where wrong(slot, place) says so.
 
@@ -93,7 +100,7 @@ class ScriptedDrafter:
         self.wrong, self.soft, self.confidence = wrong, soft, confidence
 
     def new_cache(self, slots, max_len):
-        return {slot: [] for slot in range(slots)}  # positions whose features were handed over
+        return Context({slot: [] for slot in range(slots)})
 
     def extend(self, features, slots, positions, cache):
         assert len(features) == len(slots) == len(positions)
@@ -124,7 +131,7 @@ class ScriptTarget:
         self.scripts, self.config = scripts, SimpleNamespace(vocab_size=vocab, max_len=max_len)
 
     def new_cache(self, slots, max_len):
-        return None
+        return Context()
 
     def __call__(self, tokens, slots, positions, cache, feature_layers=(), logit_rows=None):
         logits = torch.zeros(len(tokens), self.config.vocab_size)
@@ -150,12 +157,14 @@ class Wrapped:
 
 
 def engine_of(target, drafter, prompts, sampling, gamma=None, policy=None, **kw):
-    """generate() up to, but without, its loop."""
+    """generate() up to, but without, its loop; all that was submitted is in engine.waiting."""
     sampling = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     g = drafter.gamma if gamma is None else gamma
-    requests = [Request(list(p), s, i, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * g))
-                for i, (p, s) in enumerate(zip(prompts, sampling))]
-    return Engine(target, drafter, requests, max(len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), g, policy, **kw)
+    max_len = max(len(p) + s.max_new_tokens for p, s in zip(prompts, sampling))
+    engine = Engine(target, drafter, len(prompts), max_len, g, policy, **kw)
+    for p, s in zip(prompts, sampling):
+        engine.submit(p, s)
+    return engine
 
 
 def scripts_of(target, prompts, n):
@@ -276,20 +285,28 @@ def crowd(target, drafter, prompt, policy=None, seed=0, n=LAW_N, size=CROWD, mut
     engine = engine_of(target, drafter, [prompt] * size, sampling, policy=policy, on_cycle=lambda r, c: c and cycles.append(c))
     if mutate:
         mutate(engine)
-    engine.prefill(engine.active[0])
-    engine.active[0].result.ids[0] = 1
+    everyone = list(engine.waiting)
+    while engine.waiting:  # what join() does, but for the passes
+        r = engine.waiting.popleft()
+        r.slot = engine.free.pop(0)
+        engine.joining.append(r)
+    engine.prefill(everyone[0], 512)
+    everyone[0].result.ids[0] = 1
     for cache in (engine.cache, engine.draft_cache):
         for x in cache.k + cache.v if hasattr(cache, "k") else ():
             x[1:] = x[:1]
-    for r in engine.active[1:]:
+    for r in everyone[1:]:
+        engine.joining.remove(r)
+        engine.active.append(r)
         engine.cached[r.slot] = len(prompt)
         engine.deliver(r, [1], ["first"])
         if not hasattr(engine.draft_cache, "k"):
             engine.draft_cache[r.slot] += range(len(prompt))
-    everyone = list(engine.active)
     while engine.active:
         engine.step()
-        engine.active = [r for r in engine.active if len(r.result.ids) <= n]
+        for r in [r for r in engine.active if len(r.result.ids) > n]:
+            engine.active.remove(r)
+            engine.release(r)
     codes = torch.tensor([r.result.ids[1 : n + 1] for r in everyone]) @ torch.tensor([LAW_V**i for i in reversed(range(n))])
     return torch.bincount(codes, minlength=LAW_V**n), cycles
 
@@ -380,12 +397,12 @@ def shared_uniforms(engine):
     """The uniforms that drew the draft tokens also judge them."""
     draft_of = engine.draft
 
-    def draft():
+    def draft(G):
         state = [r.random.get_state() for r in engine.active]
         u = torch.stack([torch.rand(LAW_G, generator=r.random, dtype=torch.float64) for r in engine.active])
         for r, s in zip(engine.active, state):
             r.random.set_state(s)
-        out, rest = draft_of()
+        out, rest = draft_of(G)
         return out, torch.cat([u, rest[:, -1:]], 1)
 
     engine.draft = draft
@@ -423,8 +440,7 @@ def test_admission_of_a_token_cannot_depend_on_it(small, policy):
     drafter = lively(tiny_drafter(small, LAW_G), 20)
     prompts = [[3, 0, 2], [1], [4, 4]]
     engine = engine_of(small, drafter, prompts, greedy(8, temperature=1.0), policy=POLICIES[policy])
-    for r in list(engine.active):
-        engine.prefill(r)
+    engine.join()
     rows = engine.rows([[r.tokens[-1]] for r in engine.active])
     g, moved, lengths = torch.Generator().manual_seed(0), 0, set()
 
@@ -662,14 +678,15 @@ def test_the_account_of_a_run(target, policy, temperature):
         watched = Wrapped(target, lambda tokens, slots, positions: rows.append((tokens.tolist(), slots.tolist(), positions.tolist())))
 
         def on_cycle(request, cycle):
+            if cycle is None:  # after its prefill
+                return
             log.setdefault(request.slot, []).append(cycle)
             cycles.append((request.slot, cycle, len(request.tokens) - len(cycle.delivered) - 1))
 
         engine = engine_of(watched, drafter, PROMPTS, greedy(17, temperature=temperature, seed=5), policy=POLICIES[policy],
                            on_cycle=on_cycle)
-        results = [r.result for r in engine.active]
-        for r in list(engine.active):
-            engine.prefill(r)
+        results = [r.result for r in engine.waiting]
+        engine.join()
         while engine.active:
             del rows[:], cycles[:]
             engine.step()
@@ -708,23 +725,23 @@ def test_caches_equal_a_fresh_forward_after_every_cycle(target, policy, temperat
     drafter = lively(tiny_drafter(target, G))
     sampling = [greedy(6 + 3 * i, temperature=temperature, seed=i) for i in range(4)]
     engine = engine_of(target, drafter, PROMPTS, sampling, policy=POLICIES[policy])
-    for r in list(engine.active):
-        engine.prefill(r)
-    everyone, rejected = list(engine.active), 0
-    while engine.active:
+    everyone = list(engine.waiting)
+    while engine.busy:
         engine.step()
-        for r in everyone:  # finished ones too: nobody writes into their rows
-            n = min(engine.cached[r.slot], len(r.tokens))
+        for r in engine.active:
+            n = engine.cached[r.slot]
             x, zeros, places = torch.tensor(r.tokens[:n]), torch.zeros(n, dtype=torch.long), torch.arange(n)
             cache, context = target.new_cache(1, n), drafter.new_cache(1, n)
             _, features = target(x, zeros, places, cache, drafter.feature_layers)
             drafter.extend(features, zeros, places, context)
-            assert n >= len(r.tokens) - 1
+            assert n == len(r.tokens) - 1
             for have, wanted in ((engine.cache, cache), (engine.draft_cache, context)):
                 for a, b in zip(have.k + have.v, wanted.k + wanted.v):
                     assert (a[r.slot, :n] - b[0, :n]).abs().max() < 1e-10
-            rejected += sum(r.result.verified_at) - sum(r.result.accepted_at)
+    rejected = sum(sum(r.result.verified_at) - sum(r.result.accepted_at) for r in everyone)
     assert rejected > 0
+    for x in [t for c in (engine.cache, engine.draft_cache) for t in c.k + c.v]:
+        assert (x == 0).all()  # and they are left as they were found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
