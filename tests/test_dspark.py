@@ -822,48 +822,64 @@ def test_seeds_repeat(target):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the SPS table
+# the table of costs
 
 
-def test_measure_sps_runs_exactly_the_rows_it_records(target, monkeypatch):
-    rows = []
+def test_measure_costs_runs_exactly_what_it_records(target, monkeypatch):
+    rows, drafted, stepped = [], [], []
+    drafter = tiny_drafter(target, G)
     watched = Wrapped(target, lambda tokens, slots, positions: rows.append((slots.tolist(), positions.tolist())))
-    stepped = []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda anchors, slots, positions, cache, gamma, *rest: drafted.append(
+        (slots.tolist(), positions.tolist(), gamma)) or propose(anchors, slots, positions, cache, gamma, *rest))
 
-    def profile(step, n):
-        for i in range(1, n + 1):
-            step(i)
-            stepped.append(i)
-        return torch.ones(n + 1).numpy()
+    def profile(step, points):
+        for point in points:
+            step(*point)
+            stepped.append(point[1:])
+        return torch.ones(len(points)).numpy(), 0.0
 
-    monkeypatch.setattr(scheduler, "profile_sps", profile)
-    cli.measure_sps(watched, 3, G, context=20)
-    assert stepped == list(range(1, 3 * (1 + G) + 1)) and [len(s) for s, _ in rows] == stepped
-    for slots, places in rows:
-        assert slots == sorted(slots) and max(slots.count(s) for s in slots) - min(slots.count(s) for s in slots) <= 1
-        assert all([p for s, p in zip(slots, places) if s == slot] == list(range(20, 20 + slots.count(slot))) for slot in slots)
+    monkeypatch.setattr(scheduler, "profile", profile)
+    verify, draft, _ = cli.measure_costs(watched, drafter, 5, G, context=20)
+    wanted = cli.grid(5, G)
+    assert {R for R, _ in wanted} == {1, 2, 4, 5} and {(R, l) for R in (1, 5) for l in (0, 1, 2, G)} <= set(wanted)
+    assert stepped == wanted + [x for x in wanted if x[1]] and list(verify) == wanted and list(draft) == [x for x in wanted if x[1]]
+    assert rows == [([s for s in range(R) for _ in range(1 + l)], list(range(20, 21 + l)) * R) for R, l in verify]
+    assert drafted == [(list(range(R)), [20] * R, l) for R, l in draft]
 
 
-def test_cached_sps_is_measured_once_and_survives_a_broken_file(target, tmp_path, monkeypatch):
-    measured = []
+def test_costs_are_measured_once_and_survive_a_broken_file(target, tmp_path, monkeypatch, capsys):
+    measured, noise = [], 0.01
 
-    def measure(target, n_requests, gamma):
-        measured.append((n_requests, gamma))
-        return torch.arange(1 + n_requests * (1 + gamma)).double().numpy() + len(measured)
+    def measure(target, drafter, slots, gamma):
+        measured.append((slots, gamma))
+        points = {x: 1.0 + len(measured) + x[0] * (1 + x[1]) for x in cli.grid(slots, gamma)}
+        return points, {x: t / 10 for x, t in points.items() if x[1]}, noise
 
-    monkeypatch.setattr(cli, "measure_sps", measure)
-    path = tmp_path / "new" / "sps.json"
-    first = cli.cached_sps(target, 1, G, path)
-    assert len(first) == 2 + G and (cli.cached_sps(target, 1, G, path) == first).all() and measured == [(1, G)]
-    cli.cached_sps(target, 2, G, path), cli.cached_sps(target, 1, 2, path)
-    assert (cli.cached_sps(target, 1, G, path) == first).all() and len(measured) == 3
-    assert (cli.cached_sps(target, 1, G, path, again=True) != first)[1:].all()
-    for broken in ("{", "[]", "null"):
+    monkeypatch.setattr(cli, "measure_costs", measure)
+    path, drafter = tmp_path / "new" / "sps.json", tiny_drafter(target, G)
+    first = cli.cached_costs(target, drafter, 3, G, path)
+    assert first.verify.shape == first.draft.shape == (4, 1 + G) and (first.draft[1:, 0] == 0).all()
+    again = cli.cached_costs(target, drafter, 3, G, path)
+    assert (again.verify == first.verify).all() and (again.draft == first.draft).all() and measured == [(3, G)]
+    cli.cached_costs(target, drafter, 2, G, path), cli.cached_costs(target, drafter, 3, 2, path)  # other slots, other block
+    cli.cached_costs(target, tiny_drafter(target, G, "rnn"), 3, G, path)  # another model
+    assert (cli.cached_costs(target, drafter, 3, G, path).verify == first.verify).all() and len(measured) == 4
+    shown = []
+    assert (cli.cached_costs(target, drafter, 3, G, path, again=True, show=lambda *x: shown.append(x)).verify != first.verify).any()
+    assert len(shown) == 1 and list(shown[0][0]) == cli.grid(3, G)
+    for broken in ("{", "[]", "null", path.read_text().replace("[1, 0, ", "[1, 0, -"), path.read_text().replace('"draft"', '"d"')):
         path.write_text(broken)
-        assert len(cli.cached_sps(target, 1, G, path)) == 2 + G
+        before = len(measured)
+        assert cli.cached_costs(target, drafter, 3, G, path).verify.shape == (4, 1 + G) and len(measured) == before + 1
     # nowhere to write: measured anew each time, no more
     (tmp_path / "file").write_text("")
-    assert len(cli.cached_sps(target, 1, G, tmp_path / "file" / "sps.json")) == 2 + G
+    assert cli.cached_costs(target, drafter, 3, G, tmp_path / "file" / "sps.json").verify.shape == (4, 1 + G)
+    # a noisy one is used, with a word about it, and not kept
+    noise, before = 0.3, path.read_text()
+    capsys.readouterr()
+    cli.cached_costs(target, drafter, 3, G, path, again=True)
+    assert "too busy" in capsys.readouterr().err and path.read_text() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
