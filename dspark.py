@@ -132,7 +132,7 @@ class Engine:
     slots         requests that can be under way at once, each with max_len positions in both caches
     policy        confidence (R, G) -> verify lengths (R,). One that learns also has begin(R, G) -> block length, called before
                   anything of the cycle exists, and observe(confidence, verify_len, n_accepted), called when all of it is past
-    prefill_rows  rows of prompts run between two cycles at most (None: all there are), so that a long one stalls nobody
+    prefill_rows  rows of prompts run between two cycles, at most, so that a long one stalls nobody; None: all there are
     clock         seconds; serve.py simulates with one that only the models' costs move
     """
 
@@ -295,42 +295,56 @@ class Engine:
                     self.release(request)
 
     def join(self):
-        """Give free slots to those who wait, then run prompts, first come first served, as far as prefill_rows goes."""
+        """Give free slots to those who wait, then run prompts, first come first served: one pass of prefill_rows rows at most,
+        in which several prompts may share, and a long one takes part in several cycles; or without a limit all there is."""
         while self.waiting and self.free:
             self.waiting[0].slot = heapq.heappop(self.free)
             self.joining.append(self.waiting.popleft())
-        left = float("inf") if self.prefill_rows is None else self.prefill_rows
-        while self.joining and left > 0:
-            request = self.joining[0]
-            left -= self.timed("prefill", self.prefill, request, int(min(left, PREFILL_ROWS)))
-            if request.result.ids or request.result.finish:  # that was the last piece
-                if self.on_cycle:
-                    self.on_cycle(request, None)
+        passes = 0
+        while self.joining and (self.prefill_rows is None or passes == 0):
+            pieces, left = [], self.prefill_rows or PREFILL_ROWS
+            for request in self.joining:
+                rows = min(left, len(request.prompt) - self.cached[request.slot])
+                if rows:
+                    pieces.append((request, rows))
+                left -= rows
+                if self.prefill_rows is None:
+                    break  # generate() runs each prompt by itself: the same arithmetic whoever shares the batch, also in bf16
+            self.timed("prefill", self.prefill, pieces)
+            passes += 1
+            if self.on_cycle:
+                for request, _ in pieces:
+                    if request not in self.joining and request.result.finish != "cancelled":
+                        self.on_cycle(request, None)  # it has spoken
 
-    def prefill(self, request, most):
-        """Run the next piece of a prompt, at most so many rows, and fill the drafter's context; the last piece draws the first
-        token. Returns how many rows were run."""
-        # one request at a time: the same arithmetic whoever shares the batch
-        begin = self.cached[request.slot]
-        piece = torch.tensor(request.prompt[begin : begin + most], device=self.target.device)
-        places = torch.arange(begin, begin + len(piece), device=piece.device)
-        slots = torch.full_like(piece, request.slot)
+    def prefill(self, pieces):
+        """Run the next so many rows of these prompts, fill the drafter's context, and draw the first token of those whose prompt is
+        through. pieces: (request, rows)."""
+        pieces = sorted(pieces, key=lambda piece: piece[0].slot)  # as packed rows must be
+        tokens, slots, places, last = [], [], [], []
+        for r, n in pieces:
+            begin = self.cached[r.slot]
+            tokens += r.prompt[begin : begin + n]
+            slots += [r.slot] * n
+            places += range(begin, begin + n)
+            last.append(len(tokens) - 1)
+            self.cached[r.slot] += n
+        rows = torch.tensor([tokens, slots, places], device=self.target.device)
         layers = self.drafter.feature_layers if self.drafter else ()
-        logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])  # (1, V): the newest row
+        logits, features = self.target(*rows, self.cache, layers, logit_rows=last)  # (pieces, V): the newest row of each
         if self.drafter:
-            self.drafter.extend(features, slots, places, self.draft_cache)
-        self.cached[request.slot] += len(piece)
-        if self.cached[request.slot] == len(request.prompt):
-            s = request.sampling
-            u = torch.rand(1, generator=request.random, dtype=torch.float64).to(logits.device)
-            first = sample(logits_to_probs(logits, s.temperature, s.top_k, s.top_p), u).tolist()
-            self.joining.remove(request)
-            self.deliver(request, first, ["first"])  # it may already be the end
-            if request.result.finish:
-                self.release(request)
+            self.drafter.extend(features, *rows[1:], self.draft_cache)
+        for (r, _), row in zip(pieces, logits.split(1)):
+            if self.cached[r.slot] < len(r.prompt):
+                continue
+            u = torch.rand(1, generator=r.random, dtype=torch.float64).to(logits.device)
+            first = sample(logits_to_probs(row, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p), u).tolist()
+            self.joining.remove(r)
+            self.deliver(r, first, ["first"])  # it may already be the end
+            if r.result.finish:
+                self.release(r)
             else:
-                insort(self.active, request, key=lambda r: r.slot)
-        return len(piece)
+                insort(self.active, r, key=lambda r: r.slot)
 
     def release(self, request):
         """Give the slot back, zeroed as far as it was written. Masked keys are not harmless whatever they hold: a NaN plus minus

@@ -158,9 +158,16 @@ class Costs:
     verify: np.ndarray  # (S + 1, G + 1) the target's pass over N = R (1 + l) rows, and the test
     draft: np.ndarray   # (S + 1, G + 1) T_draft, a block of l tokens for R requests; 0 at l = 0
 
+    def covers(self, R, G):
+        """Refuse what was never measured: np.interp would go on with the last value, silently."""
+        S, most = np.array(self.verify.shape) - 1
+        if not (1 <= R <= S and 0 <= G <= most):
+            raise ValueError(f"costs are known for up to {S} requests and blocks of {most}, not for {R} and {G}: measure more")
+
     def sps(self, R):
         """SPS(N) at N = R .. R (1 + G) for R requests, as `schedule` wants it: (R (1 + G) + 1,)."""
         G = self.verify.shape[1] - 1
+        self.covers(R, G)
         # Time is what adds up over rows, so time is interpolated, not its inverse.
         seconds = np.interp(np.arange(R * G + 1) / R, np.arange(G + 1), self.verify[R])
         return np.concatenate((np.full(R, np.nan), 1 / seconds))
@@ -234,6 +241,7 @@ class Async:
         self.budget = None
 
     def begin(self, R, G):
+        self.costs.covers(R, G)
         if len(self.past) < 2:
             self.budget = R * G  # nothing to go by yet
         else:
@@ -280,6 +288,7 @@ class Adaptive:
         return np.minimum.accumulate(np.minimum(a * correction[: a.shape[1]], 1.0), axis=1)
 
     def begin(self, R, G):
+        self.costs.covers(R, G)
         if len(self.blocks) < self.FIRST:
             return G
         a, verify, draft = self.believed(self.blocks[: max(R, self.LEAST)]), self.verify[R], self.costs.draft[R]
@@ -419,7 +428,7 @@ def apply_sts(confidence, temperatures):
 # --- Measuring
 
 
-def profile(step, points, least=3, most=9, tolerance=0.1, clock=time.perf_counter):
+def profile(step, points, least=3, most=7, tolerance=0.1, clock=time.perf_counter):
     """Seconds of step(*point) for every point, and the noise in them. step returns when the work has
     finished (on a GPU: synchronise in it), and really does what its point says. clock is for tests.
 

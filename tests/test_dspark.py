@@ -290,7 +290,7 @@ def crowd(target, drafter, prompt, policy=None, seed=0, n=LAW_N, size=CROWD, mut
         r = engine.waiting.popleft()
         r.slot = engine.free.pop(0)
         engine.joining.append(r)
-    engine.prefill(everyone[0], 512)
+    engine.prefill([(everyone[0], len(prompt))])
     everyone[0].result.ids[0] = 1
     for cache in (engine.cache, engine.draft_cache):
         for x in cache.k + cache.v if hasattr(cache, "k") else ():

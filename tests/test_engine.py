@@ -5,7 +5,6 @@ Run: python -m pytest tests/test_engine.py (no weights needed)
 One oracle throughout: a request is what it is alone. generate() runs it by itself; here hundreds come and go, wait, are run in
 pieces, cancelled, and follow each other into the same slots. All in float64, so that no near tie hides behind rounding.
 """
-import dataclasses
 import math
 import random
 
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import dspark
 import scheduler
 from drafter import tiny_drafter
 from dspark import Engine, Sampling, generate
 from target import tiny_target
-from test_dspark import BYTES, G, NEVER, PROMPTS, V, ScriptedDrafter, Wrapped, account_holds, greedy, lively, plain_loop, scripts_of
-from verify import logits_to_probs
+from test_dspark import (BYTES, FALSE_ALARM, G, LAW_G, LAW_N, LAW_V, NEVER, V, Wrapped, account_holds, crowd, exact_law, greedy,
+                         lively, p_value, plain_loop)
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +293,233 @@ def test_five_hundred_random_requests_equal_their_solo_runs(target, drafter):
         assert r.text == BYTES.decode([t for t in r.ids if t != request.sampling.eos]) or r.finish == "stop"
         account_holds(r)
     assert all(finishes[f] > 20 for f in ("eos", "stop", "length", "cancelled")), finishes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the law of the output, with policies that remember
+
+
+def table(S, G, shape, draft=lambda R, l: 0.1 + 0.03 * R * l):
+    points = [(R, l) for R in (1, 2, S) for l in range(G + 1)]
+    return scheduler.costs_from({x: shape(*x) for x in points}, {x: draft(*x) for x in points if x[1]}, S, G)
+
+
+def steep(R, l):
+    """A draft token is worth verifying from a survival of about a half on."""
+    return 1 + 0.3 * l
+
+
+def cliff(R, l):
+    return 1 + 0.8 * (l > 0) + 0.01 * R * l
+
+
+class InPairs:
+    """Each two neighbours in the batch have a policy of their own, as if the machine were theirs: what one token of one request
+    can move is not lost among ten thousand."""
+
+    def __init__(self, make):
+        self.make, self.each = make, {}
+
+    def parts(self, *arrays):
+        for i in range(0, len(arrays[0]), 2):
+            yield self.each.setdefault(i, self.make()), *(np.asarray(x[i : i + 2]) for x in arrays)
+
+    def begin(self, R, G):
+        for policy, pair in self.parts(np.zeros(R)):
+            if hasattr(policy, "begin"):
+                policy.begin(len(pair), G)
+        return G
+
+    def __call__(self, confidence):
+        return np.concatenate([policy(c) for policy, c in self.parts(confidence)])
+
+    def observe(self, confidence, verify_len, n_accepted):
+        for policy, *finished in self.parts(confidence, verify_len, n_accepted):
+            policy.observe(*finished)
+
+
+class Restless(scheduler.Adaptive):
+    """Adaptive that looks back a few blocks only and probes a lot: every block length occurs."""
+
+    FIRST, LEAST, PRIOR, DECAY = 2, 2, 1.0, 0.7
+
+
+class SearchesNow(scheduler.Async):
+    """BROKEN: the budget from the block it is for."""
+
+    def __call__(self, confidence):
+        R = len(confidence)
+        self.budget = int(round(R * scheduler.search(scheduler.survival(confidence), R, self.costs.verify[R])[1]))
+        return super().__call__(confidence)
+
+
+class ProbesByDraft(Restless):
+    """BROKEN: a whole block is verified when this draft looks good to its end."""
+
+    def __call__(self, confidence):
+        a = scheduler.survival(confidence)
+        return np.where(a[:, -1] > 0.3, a.shape[1], 0)
+
+
+def opinionated(small):
+    """c_1 is 0.6, whatever the anchor; c_2 is near 1 after x_1 = 0 and small after anything else."""
+    drafter = tiny_drafter(small, LAW_G)
+    confidence_logit = drafter.confidence_logit
+    first = drafter.head.W1.weight[0]
+
+    def logit(h, previous):
+        c = torch.where((previous - first).abs().sum(-1) < 1e-9, 3.0, -2.0)  # (R, G)
+        c[:, 0] = 0.4
+        return c + 0.0 * confidence_logit(h, previous)
+
+    drafter.confidence_logit = logit
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_target(LAW_V, seed=1, tied=False).double()
+
+
+SOME = 6000  # requests: few enough for a policy each, and the broken ones are still caught
+
+LEARNERS = {
+    "async": lambda: scheduler.Async(table(SOME, LAW_G, steep)),
+    "adaptive": lambda: Restless(table(SOME, LAW_G, steep, lambda R, l: 0.02 * l), probing=0.2),
+    "async in pairs": lambda: InPairs(lambda: scheduler.Async(table(2, LAW_G, cliff))),
+    "adaptive in pairs": lambda: InPairs(lambda: Restless(table(2, LAW_G, steep))),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", LEARNERS)
+def test_law_with_policies_that_remember(small, name, temperature):
+    """Chi-square as in test_dspark.py: it alarms falsely once in a million."""
+    counts, cycles = crowd(small, opinionated(small), [3, 0, 2], LEARNERS[name](), seed=3, size=SOME, temperature=temperature)
+    assert p_value(counts, exact_law(small, [3, 0, 2, 1], LAW_N, temperature=temperature)) > FALSE_ALARM
+    assert len({c.verify_len for c in cycles}) >= 3, {c.verify_len for c in cycles}
+    assert sum(c.n_accepted for c in cycles) > SOME / 10
+
+
+@pytest.mark.parametrize("broken", [lambda: SearchesNow(table(2, LAW_G, cliff)), lambda: ProbesByDraft(table(2, LAW_G, steep))])
+def test_the_law_is_lost_where_the_present_decides(small, broken):
+    counts, _ = crowd(small, opinionated(small), [3, 0, 2], InPairs(broken), seed=3, size=SOME, temperature=1.0)
+    assert p_value(counts, exact_law(small, [3, 0, 2, 1], LAW_N, temperature=1.0)) < FALSE_ALARM
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# policies that remember, in the engine
+
+
+def mixed(small_or_target, drafter, policy, n=12, temperature=1.0, on_cycle=None):
+    engine = Engine(small_or_target, drafter, 4, 40, G, policy, on_cycle=on_cycle, prefill_rows=6)
+    requests = [engine.submit([(3 * i + j) % V for j in range(1 + i % 5)], greedy(6 + i, temperature=temperature, seed=i)) for i in range(n)]
+    while engine.busy:
+        engine.step()
+    assert drained(engine)
+    return requests
+
+
+class Alternating:
+    """Cycles with and without a draft, and of every length, come one after the other."""
+
+    def __init__(self):
+        self.lengths, self.told = [], []
+
+    def begin(self, R, G):
+        self.lengths.append((2 * len(self.lengths)) % (G + 1) if len(self.lengths) % 3 else 0)
+        return self.lengths[-1]
+
+    def __call__(self, confidence):
+        assert confidence.shape[1] == self.lengths[-1] > 0
+        return scheduler.threshold(confidence, 0.3)
+
+    def observe(self, confidence, verify_len, n_accepted):
+        assert confidence.shape == (len(verify_len), self.lengths[-1]) and (n_accepted <= verify_len).all()
+        self.told.append((len(verify_len), int(n_accepted.sum())))
+
+
+def test_cycles_without_a_draft_leave_no_gap_in_the_context(target, drafter):
+    """After every cycle, drafted or not, both caches equal those of a fresh forward over the committed tokens."""
+    policy = Alternating()
+    engine = Engine(target, drafter, 3, 40, G, policy)
+    for i in range(5):
+        engine.submit([i, 3, 1], greedy(8 + 3 * i, temperature=1.0, seed=i))
+    while engine.busy:
+        engine.step()
+        for r in engine.active:
+            n = engine.cached[r.slot]
+            x, zeros, places = torch.tensor(r.tokens[:n]), torch.zeros(n, dtype=torch.long), torch.arange(n)
+            cache, context = target.new_cache(1, n), drafter.new_cache(1, n)
+            _, features = target(x, zeros, places, cache, drafter.feature_layers)
+            drafter.extend(features, zeros, places, context)
+            for have, wanted in ((engine.cache, cache), (engine.draft_cache, context)):
+                for a, b in zip(have.k + have.v, wanted.k + wanted.v):
+                    assert (a[r.slot, :n] - b[0, :n]).abs().max() < 1e-10
+    assert {0, 1, 2, G} <= set(policy.lengths)
+    assert len(policy.told) == len(policy.lengths) and sum(n for _, n in policy.told) > 0
+
+
+@pytest.mark.parametrize("make", [lambda: scheduler.Async(table(8, G, steep)), lambda: Restless(table(8, G, steep)), Alternating])
+def test_greedy_output_is_plain_decoding_under_policies_that_remember(target, drafter, make):
+    lengths = set()
+    requests = mixed(target, drafter, make(), temperature=0.0, on_cycle=lambda r, c: c and lengths.add((len(c.draft), c.verify_len)))
+    for r in requests:
+        assert r.result.ids == plain_loop(target, r.prompt, r.sampling.max_new_tokens)
+        account_holds(r.result)
+    assert len(lengths) >= 4, lengths
+
+
+def test_a_block_length_out_of_range_is_an_error(target, drafter):
+    for wrong in (-1, G + 1):
+        policy = Alternating()
+        policy.begin = lambda R, G, wrong=wrong: wrong
+        with pytest.raises(ValueError, match="asked for a block"):
+            mixed(target, drafter, policy)
+
+
+def test_begin_hears_of_nothing_but_the_past(target, drafter):
+    """In every cycle, whatever the draft of that cycle: begin comes before propose, observe after the target, and begin's answer
+    is a function of what observe was told before."""
+    events = []
+
+    class Watching(scheduler.Adaptive):
+        def begin(self, R, G):
+            events.append("begin")
+            return super().begin(R, G)
+
+        def __call__(self, confidence):
+            events.append("policy")
+            return super().__call__(confidence)
+
+        def observe(self, *finished):
+            events.append("observe")
+            super().observe(*finished)
+
+    proposing = Watched(drafter, lambda: events.append("propose"))
+    watched = Wrapped(target, lambda tokens, slots, positions: events.append("target"))
+    engine = Engine(watched, proposing, 2, 40, G, Watching(table(2, G, steep)))
+    for i in range(2):
+        engine.submit([i], greedy(12, temperature=1.0, seed=i))
+    while engine.busy:
+        engine.step()
+    drafted = "begin propose policy target observe".split()
+    rest = events[2:]  # two prefills
+    while rest:
+        kind = drafted if rest[1] == "propose" else ["begin", "target", "observe"]
+        assert rest[: len(kind)] == kind
+        rest = rest[len(kind) :]
+
+
+class Watched:
+    """A drafter that tells when it proposes."""
+
+    def __init__(self, drafter, tell):
+        self.drafter, self.tell = drafter, tell
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, *args):
+        self.tell()
+        return self.drafter.propose(*args)

@@ -725,11 +725,11 @@ def test_profile_repeats_until_quiet_and_says_when_it_was_not():
     rng = np.random.default_rng(24)
     # a noisy machine that calms down after two rounds, and one that never does
     step, clock, calls = fake_parts(lambda p, i: 1 + (rng.random() if i < 3 else 0.0))
-    _, noise = profile(step, POINTS, clock=clock)
+    _, noise = profile(step, POINTS, most=9, clock=clock)
     assert 5 <= len(calls) // 4 - 1 <= 9 and noise <= 0.1
     step, clock, calls = fake_parts(lambda p, i: 1 + rng.random())
     _, noise = profile(step, POINTS, clock=clock)
-    assert len(calls) == 4 * 10 and noise > 0.1
+    assert len(calls) == 4 * 8 and noise > 0.1
     with pytest.raises(ValueError, match="no time"):
         profile(lambda *point: None, POINTS, clock=lambda: 0.0)
 
@@ -744,6 +744,12 @@ def test_costs_between_measured_points():
     sps = table.sps(3)
     assert sps.shape == (3 * 5 + 1,) and np.isnan(sps[:3]).all()
     np.testing.assert_allclose(1 / sps[3:], 1 + np.arange(3, 16) / 4)
+    for policy in (Async(table), Adaptive(table)):
+        for R, G in ((10, 4), (0, 4), (1, 5)):
+            with pytest.raises(ValueError, match="up to 9 requests"):
+                policy.begin(R, G)
+    with pytest.raises(ValueError, match="up to 9 requests"):
+        scheduled(table)(np.full((10, 4), 0.5))
     rng = np.random.default_rng(25)
     c = rng.random((3, 4)) ** 0.3
     assert scheduled(table)(c).tolist() == schedule(c, sps).tolist()
