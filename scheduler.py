@@ -260,8 +260,9 @@ class Adaptive:
 
     First, from past cycles alone: for every block length 0..G, what would Theta have been over the
     recent blocks, at today's R? The best is drafted, and 0 is plain decoding. Load enters through R at
-    once. For the text to be heard again after cycles that drafted less than a whole block, every cycle
-    saves `probing` of its time, and when that covers what a whole block would lose, one is drafted.
+    once. So that a change of the text is heard too, every cycle saves `probing` of its time, and when
+    that covers what another length would lose, it is tried: a whole block where a shorter one is best,
+    the best of the others where nothing is drafted. That is rare if it is dear, and often if not.
     Then Algorithm 1 within the block, on the same Theta and on a convex cost curve.
 
     Survivals are corrected by what past cycles really accepted at each position, as STS is fitted to
@@ -269,14 +270,16 @@ class Adaptive:
     """
 
     PRIOR = 8.0          # draft tokens' worth of belief in the calibration as it came
-    DECAY = 1 - 1 / 64   # of all sums, per drafted block: they reach about 64 blocks back
-    FIRST, LEAST = 16, 32  # blocks before the first decision; blocks that a decision looks at (R if more)
+    DECAY = 1 - 1 / 128  # of all sums, per drafted block: they reach about 128 blocks back
+    FIRST = 16, 4        # blocks and cycles before the first decision: of many requests that begin together, all are at their
+                         # first words, and one cycle says little about the rest
+    LEAST, MOST = 32, 128  # blocks that a decision looks at: the last four cycles', within these bounds
 
     def __init__(self, costs, temperatures=None, probing=0.01):
         self.costs, self.temperatures, self.probing = costs, temperatures, probing
         self.verify = [convex(seconds) for seconds in costs.verify]
-        S, G = np.array(costs.verify.shape) - 1
-        self.memory = max(S, self.LEAST)
+        G = costs.verify.shape[1] - 1
+        self.cycles = 0                                      # that drafted
         self.blocks = np.empty((0, G))                       # (M, G) survivals of recent blocks, newest first
         self.won, self.hoped = np.zeros(G), np.zeros(G)      # verified tokens accepted; sum of their survivals
         self.upon, self.before = np.zeros(G), np.zeros(G)    # sums of a_k and of a_{k-1}
@@ -289,17 +292,18 @@ class Adaptive:
 
     def begin(self, R, G):
         self.costs.covers(R, G)
-        if len(self.blocks) < self.FIRST:
+        if len(self.blocks) < self.FIRST[0] or self.cycles < self.FIRST[1]:
             return G
-        a, verify, draft = self.believed(self.blocks[: max(R, self.LEAST)]), self.verify[R], self.costs.draft[R]
+        a, verify, draft = self.believed(self.blocks[: max(4 * R, self.LEAST)]), self.verify[R], self.costs.draft[R]
         theta, l = np.array([(R / verify[0], 0.0)] + [search(a[:, :g], R, verify, draft[g]) for g in range(1, G + 1)]).T
         best = int(theta.argmax())
-        seconds = draft[[best, G]] + np.interp(l[[best, G]], np.arange(len(verify)), verify)
-        loss = seconds[1] * (1 - theta[G] / theta[best])  # what a whole block would lose; nothing if it is the best
+        other = G if best else 1 + int(theta[1:].argmax())
+        seconds = draft[[best, other]] + np.interp(l[[best, other]], np.arange(len(verify)), verify)
+        loss = seconds[1] * (1 - theta[other] / theta[best])  # what trying the other would lose; nothing if they are the same
         self.saved = min(self.saved + self.probing * seconds[0], loss)
-        if best < G and self.saved >= loss:
+        if self.saved >= loss:
             self.saved = 0.0
-            return G
+            return other
         return best
 
     def __call__(self, confidence):
@@ -323,7 +327,8 @@ class Adaptive:
         # Positions beyond a short block go on at the average rate; unknown ones look good, so they get tried.
         rate = (self.upon[G:] + 1) / (self.before[G:] + 1)
         whole = np.hstack((a, a[:, -1:] * np.cumprod(rate)))
-        self.blocks = np.concatenate((whole, self.blocks))[: self.memory]
+        self.blocks = np.concatenate((whole, self.blocks))[: max(self.MOST, R)]
+        self.cycles += 1
 
 
 # --- How good is a probability?

@@ -341,7 +341,7 @@ class InPairs:
 class Restless(scheduler.Adaptive):
     """Adaptive that looks back a few blocks only and probes a lot: every block length occurs."""
 
-    FIRST, LEAST, PRIOR, DECAY = 2, 2, 1.0, 0.7
+    FIRST, LEAST, PRIOR, DECAY = (2, 1), 2, 1.0, 0.7
 
 
 class SearchesNow(scheduler.Async):

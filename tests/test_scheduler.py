@@ -603,7 +603,7 @@ def test_adaptive_is_as_good_as_the_best_block_length(R, chance):
     best = max(range(8), key=lambda g: rate(table, R, g, chance))
     assert tokens / seconds > 0.97 * rate(table, R, best, chance)
     if (R, chance) in ((64, 0.05), (8, 0.05)):
-        assert best == 0 and lengths.count(0) > 540 and lengths.count(7) >= 2  # plain, and it keeps looking
+        assert best == 0 and 500 < lengths.count(0) < 598  # plain, and it keeps looking
     if chance == 0.9 and R == 1:
         assert min(lengths) >= 6
 
