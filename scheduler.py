@@ -318,13 +318,13 @@ class Adaptive:
             return
         a, k = survival(calibrated(confidence, self.temperatures)), np.arange(G)
         for total in (self.won, self.hoped, self.upon, self.before):
-            total *= self.DECAY**R
+            total[:G] *= self.DECAY**R  # what this block did not reach is remembered: forgotten, it would look good again
         verified = k < np.asarray(verify_len)[:, None]  # (R, G)
         self.won[:G] += (k < np.asarray(n_accepted)[:, None]).sum(0)
         self.hoped[:G] += (a * verified).sum(0)
         self.upon[:G] += a.sum(0)
         self.before[:G] += np.hstack((np.ones((R, 1)), a[:, :-1])).sum(0)
-        # Positions beyond a short block go on at the average rate; unknown ones look good, so they get tried.
+        # Positions beyond a short block go on at the last known rate; those never seen look good, so they get tried.
         rate = (self.upon[G:] + 1) / (self.before[G:] + 1)
         whole = np.hstack((a, a[:, -1:] * np.cumprod(rate)))
         self.blocks = np.concatenate((whole, self.blocks))[: max(self.MOST, R)]

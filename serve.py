@@ -458,7 +458,7 @@ def parse(argv):
         c.add_argument("--temperature", type=float, default=0.0)
         c.add_argument("--gamma", type=int, help="longest block (default: the drafter's trained one)")
         c.add_argument("--threshold", type=float, default=0.4)
-        c.add_argument("--prefill-rows", type=int, help="rows of prompts run between two cycles, at most (default: 128; curve h200: 1024)")
+        c.add_argument("--prefill-rows", type=int, help="rows of prompts run between two cycles, at most (default: 128; curve h200: 4096)")
         c.add_argument("--out", type=Path, help="folder for the JSON and the figures (default: docs/results; --quick: nowhere)")
         c.add_argument("--quick", action="store_true", help="fewer and shorter runs")
         c.add_argument("--target"), c.add_argument("--drafter"), c.add_argument("--device", default="auto")
@@ -473,7 +473,7 @@ def parse(argv):
         args.concurrency = [1, 4, 16] if args.quick else [1, 4, 16, 64, 256, 1000] if simulated and args.curve == "h200" else [1, 2, 4, 8, 16, 32, 64]
     if args.prefill_rows is None:
         # enough to keep all users busy, or prompts are what is measured; few enough that a cycle does not wait long for them
-        args.prefill_rows = 1024 if simulated and args.curve == "h200" else 128
+        args.prefill_rows = 4096 if simulated and args.curve == "h200" else 128
     if args.repeats is None:
         args.repeats = 1 if simulated or args.quick else 3
     if args.quick:

@@ -635,6 +635,16 @@ def test_adaptive_comes_back_when_the_text_changes():
     assert set(run_policy(blind, rng, 0.9, 8, 7, 300)[0]) == {0}
 
 
+def test_short_blocks_do_not_make_long_ones_look_good():
+    """At a thousand requests a cycle outweighs all before it. Cycles of one draft token say nothing of the fifth; if its record
+    faded meanwhile, the fifth would look as good as the first again, and be tried each time."""
+    policy, rng = Adaptive(costs(1000, 7, lambda R, l: 1 + 0.0009 * R * (1 + l), lambda R, l: 0.1 + 0.0001 * R * l)), np.random.default_rng(26)
+    lengths, *_ = run_policy(policy, rng, 0.45, 1000, 7, 100)
+    assert max(lengths[4:]) > 0 and 2 <= len(lengths) - lengths.count(0) and sum(n > 3 for n in lengths[4:]) <= 5, lengths
+    policy.observe(np.full((1000, 1), 0.45), np.ones(1000), rng.integers(0, 2, 1000))
+    assert (policy.blocks[:1000, 6] < 0.02).all()
+
+
 def test_probing_costs_what_it_may():
     policy, rng = Adaptive(costs(64, 7)), np.random.default_rng(20)
     run_policy(policy, rng, 0.02, 64, 7, 100)
