@@ -129,7 +129,8 @@ def grid(slots, gamma):
 def measure_costs(target, drafter, slots, gamma, context=256):
     """Really run a cycle's parts -> ({(R, l): seconds of verifying}, {(R, l): seconds of drafting}, noise) (Sec. 3.2.2).
 
-    R requests that hold `context` tokens each. Verifying is the target's pass over R (1 + l) rows, p_target, the acceptance test
+    R requests that hold `context` tokens each: on a processor with little bandwidth, reading those is a good part of a pass over
+    many. Verifying is the target's pass over R (1 + l) rows, p_target, the acceptance test
     and the drafter's extension by the anchors; drafting is a block of l tokens.
     """
     device, K = target.device, len(drafter.draft_ids)
@@ -162,13 +163,14 @@ def measure_costs(target, drafter, slots, gamma, context=256):
     return verify, draft, noise
 
 
-def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=None):
+def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=None, context=256):
     """measure_costs as scheduler.Costs, kept in a JSON file by all it depends on: machine, models, dtype, device, threads, slots,
-    block. A noisy measurement is used, having nothing better, but not kept. show(verify, draft, noise) is called with the points.
+    block, context. A noisy measurement is used, having nothing better, but not kept. show(verify, draft, noise) is called with the points.
     """
+    # what the arithmetic depends on is the shapes, not the values of the weights
     models = hashlib.sha1(repr((target.config, drafter.config, len(drafter.draft_ids))).encode()).hexdigest()[:12]
     key = (f"{platform.node()} torch {torch.__version__} models {models} {target.dtype} {target.device} threads "
-           f"{torch.get_num_threads()} slots {slots} G {gamma}")
+           f"{torch.get_num_threads()} slots {slots} G {gamma} context {context}")
     try:
         known = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or not ours: measure
@@ -182,7 +184,7 @@ def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=No
     except (KeyError, ValueError, TypeError):
         usable = False
     if again or not usable:
-        verify, draft, noise = measure_costs(target, drafter, slots, gamma)
+        verify, draft, noise = measure_costs(target, drafter, slots, gamma, context)
         if noise > NOISY:
             print(f"the machine is too busy for a good profile: repeats of a point differ by {noise:.0%}; it is used, but not kept",
                   file=sys.stderr)
@@ -214,6 +216,7 @@ def show_costs(console, verify, draft, noise):
     console.print(t)
     console.print("\nverify, ms over rows N = R (1 + l); | is the fit")
     worst = max(verify.values())
+    # by N, then R: where one N was measured in several shapes, the difference is what SPS(N) alone cannot say
     for (R, l), seconds in sorted(verify.items(), key=lambda point: (point[0][0] * (1 + point[0][1]), point[0])):
         N = R * (1 + l)
         bar, at = "\u2588" * round(50 * seconds / worst), min(55, max(0, round(50 * (a + b * N) / worst)))

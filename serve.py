@@ -72,12 +72,12 @@ class Log:
 
     def restart(self):
         self.begin, self.tokens, self.cycles, self.drafted, self.verified, self.accepted, self.passes = self.clock(), 0, 0, 0, 0, 0, 0
-        self.waits, self.speeds = [], []
+        self.waits, self.speeds = [], []  # s from arrival to first token; tokens/s from first token to last, of who has ended
         self.ledger = dict(self.engine.ledger) if self.engine else dict.fromkeys(PHASES, 0.0)
 
     def __call__(self, request, cycle):
         now = self.clock()
-        if cycle is None:
+        if cycle is None:  # its prompt is through, and its first token drawn
             self.first[request] = now
             self.waits.append(now - self.came[request])
             self.tokens += len(request.result.ids)
@@ -92,6 +92,8 @@ class Log:
             if len(request.result.ids) > 1:
                 self.speeds.append((len(request.result.ids) - 1) / max(now - self.first[request], 1e-9))
 
+    # whoever runs the engine does so through these two
+
     def submit(self, job, came=None):
         request = self.engine.submit(*job)
         self.came[request] = self.clock() if came is None else came
@@ -105,6 +107,7 @@ class Log:
     def row(self):
         """The measurement so far. The 5 % of users who were served worst are below user_tokens_per_s_p5."""
         seconds = max(self.clock() - self.begin, 1e-9)
+        # a mean over users, each counting once: tokens_per_s is what the machine gives, this is what one of them sees
         speeds, waits = np.array(self.speeds or [0.0]), np.array(self.waits or [0.0])
         ms = {f"{p}_ms": (self.engine.ledger[p] - self.ledger[p]) / max(1, self.passes) * 1e3 for p in PHASES}
         return dict(
@@ -135,7 +138,7 @@ def closed_loop(log, jobs, concurrency, completions):
     already = len(log.ended)
     while len(log.ended) < already + completions:
         step()
-    row = log.row()
+    row = log.row()  # before the cancelling, which is no part of it
     for request in under_way:
         log.engine.cancel(request)
     return row
@@ -159,6 +162,7 @@ def workload(prompts, max_new_tokens, temperature, seed):
     rng = np.random.default_rng(seed)
     for i in count():
         ids, longest = prompts[i % len(prompts)]
+        # answers of one length would end together, and prompts come in waves
         n = int(rng.integers(max(2, max_new_tokens // 4), max_new_tokens + 1))
         yield ids, dspark.Sampling(temperature, seed=seed + i, max_new_tokens=max(1, min(n, longest)))
 
@@ -191,6 +195,7 @@ def run_one(parts, policy, jobs, args, slots, max_len, concurrency=None, rate=No
     """One measurement of one policy: a row."""
     uses_drafter, gamma, make = policy
     log = Log(parts.clock)
+    # a new engine and a new policy for each run: nothing is learnt in one and used in another
     log.engine = dspark.Engine(parts.target, parts.drafter if uses_drafter else None, slots, max_len, gamma, make(), None, log,
                                args.prefill_rows, parts.clock)
     if concurrency:
@@ -208,6 +213,7 @@ def measure(parts_of, policies, prompts, args, label):
     longest = max(len(ids) for ids, _ in prompts) + args.max_new_tokens
     jobs = [(repeat, kind, x, name) for repeat in range(args.repeats) for kind, x in settings for name in policies]
     runs = {}
+    # the load depends on the repeat and on nothing else: every policy gets the same requests in the same order
     for repeat, kind, x, name in track(jobs, label, console=Console(stderr=True)):
         load = workload(prompts, args.max_new_tokens, args.temperature, 10_000 * repeat)
         slots = x if kind == "concurrency" else args.slots
@@ -269,9 +275,11 @@ class Replay:
 
     def __call__(self, tokens, slots, positions, cache, feature_layers=(), logit_rows=None):
         N = len(tokens)
-        if tokens[0] > 1:  # pieces of prompts
+        # a pass is either over pieces of prompts or over anchors and draft tokens, never both: the engine keeps them apart
+        if tokens[0] > 1:
             for slot, token, place in zip(slots.tolist(), tokens.tolist(), positions.tolist()):
                 self.answer[slot], self.start[slot] = token - 2, place + 1
+            # prompts may be longer than any batch that was profiled: beyond, in proportion
             beyond = max(1.0, N / self.rows[-1])
             self.clock.wait(beyond * float(np.interp(N, self.rows, self.seconds)))
         else:
@@ -279,6 +287,7 @@ class Replay:
             l = (N - R) / R
             self.clock.wait(float(np.interp(l, np.arange(self.costs.verify.shape[1]), self.costs.verify[R])))
         rows = N if logit_rows is None else len(logit_rows)
+        # greedy: any logits whose argmax is 1
         logits = torch.full((rows, self.config.vocab_size), -1e4)
         logits[:, 1] = 0.0
         return logits, torch.zeros(N, 0)
@@ -289,6 +298,7 @@ class Replay:
         confidence, accepted = np.empty((R, gamma)), np.empty((R, 1), dtype=np.int64)
         for i, (slot, place) in enumerate(zip(slots.tolist(), positions.tolist())):
             answer = self.answers[self.answer[slot]]
+            # the anchor's place in the answer; the last record also serves the answer's very end
             at = min(place - self.start[slot], len(answer["accepted"]) - 1)
             confidence[i], accepted[i] = answer["confidence"][at][:gamma], answer["accepted"][at]
         tokens = torch.from_numpy((np.arange(gamma) < accepted).astype(np.int64))  # (R, G)
@@ -312,6 +322,7 @@ def record(setup, prompts, gamma, max_new_tokens):
     answers = []
     for (domain, _), ids, result, blocks in zip(prompts, encoded, results, seen):
         accepted = []
+        # block i was drafted after id i. Greedy verification accepts exactly what agrees with what the target went on to say
         for i, (draft, _) in enumerate(blocks):
             n = 0
             while n < gamma and draft[n : n + 1] == result.ids[i + 1 + n : i + 2 + n]:
@@ -344,6 +355,7 @@ def h200_like(slots, gamma):
 
 def show(console, rows, title):
     """One table per load; bars of throughput; then what ours is against the best of the others, and against MTP-1."""
+    # both loops have a load: users, or requests a second
     load = lambda r: r.get("concurrency", r.get("rate"))  # noqa: E731
     for loop in ("closed", "open"):
         part = [r for r in rows if r["loop"] == loop]
@@ -388,6 +400,7 @@ def against_the_best(rows):
 
 def at_matched_throughput(rows):
     """(concurrency of adaptive, its users' speed over mtp1's at the same throughput - 1), where mtp1's curve reaches it (Fig. 7)."""
+    # mtp1's curve as points (throughput, speed): more users, more throughput, slower each
     points = sorted((r["tokens_per_s"], r["user_tokens_per_s_p50"]) for r in closed(rows, "mtp1").values())
     out = []
     for x, r in closed(rows, "adaptive").items():
@@ -408,6 +421,7 @@ def draw(rows, folder, name):
 
     curves = {p: sorted(closed(rows, p).items()) for p in dict.fromkeys(r["policy"] for r in rows)}
     curves = {p: c for p, c in curves.items() if c}
+    # a policy is better the further its curve lies to the upper right
     fig, ax = plt.subplots(figsize=(7, 5))
     for p, c in curves.items():
         ax.plot([r["user_tokens_per_s_p50"] for _, r in c], [r["tokens_per_s"] for _, r in c], marker="o", label=p)
@@ -504,14 +518,18 @@ def models(args):
     return setup, prompts, gamma
 
 
-def costs_here(setup, gamma, args):
+def costs_here(setup, prompts, gamma, args):
+    """This machine's costs, for as many requests as there will be and contexts as long as theirs are about."""
     most = max([*args.concurrency, args.slots if args.rates else 1])
-    return cli.cached_costs(setup.target, setup.drafter, most, gamma, smollm2.cache_dir() / "sps.json")
+    mean = sum(len(smollm2.chat(setup.encoding, text)) for _, text in prompts) / len(prompts)
+    # limits average 5/8 of the longest, and a request in mid-answer has half of that; rounded, so that the profile is found again
+    context = 32 * max(1, round((mean + args.max_new_tokens * 5 / 16) / 32))
+    return cli.cached_costs(setup.target, setup.drafter, most, gamma, smollm2.cache_dir() / "sps.json", context=context)
 
 
 def serve(args, console):
     setup, prompts, gamma = models(args)
-    costs = costs_here(setup, gamma, args)
+    costs = costs_here(setup, prompts, gamma, args)
     policies = make_policies(costs, cli.nearest_sts(setup, args.temperature), gamma, args.threshold)
     policies = {name: policies[name] for name in args.policies}
     jobs = [(ids, args.max_new_tokens) for ids in in_turn([(d, smollm2.chat(setup.encoding, text)) for d, text in prompts])]
@@ -545,7 +563,7 @@ def simulate(args, console):
     if not 1 <= gamma <= trained:
         raise ValueError(f"--gamma {gamma}: the record has blocks of {trained}")
     most = max([*args.concurrency, args.slots if args.rates else 1])
-    costs = costs_here(setup, gamma, args) if args.curve == "here" else h200_like(most, gamma)
+    costs = costs_here(setup, prompts, gamma, args) if args.curve == "here" else h200_like(most, gamma)
     policies = make_policies(costs, sts, gamma, args.threshold)
     policies = {name: policies[name] for name in args.policies}
 
@@ -566,6 +584,7 @@ def simulate(args, console):
         texts = [(d, smollm2.chat(setup.encoding, text)) for d, text in prompts]
         if [len(ids) for _, ids in texts] != [a["prompt"] for a in answers]:
             raise ValueError(f"{args.acceptance} was recorded with other prompts: make it anew with --record")
+        # the same jobs, with the real prompts, the real models and the real clock
         real_jobs = [(texts[i][1], longest) for i, (_, longest) in zip(order, jobs)]
         real = measure(lambda: Parts(setup.target, setup.drafter), policies, real_jobs, args, "the same, really")
         t = Table("load", "policy", "tokens/s simulated", "real", "simulated / real", "tau simulated", "real", title="check", title_justify="left")

@@ -851,7 +851,8 @@ def test_measure_costs_runs_exactly_what_it_records(target, monkeypatch):
 def test_costs_are_measured_once_and_survive_a_broken_file(target, tmp_path, monkeypatch, capsys):
     measured, noise = [], 0.01
 
-    def measure(target, drafter, slots, gamma):
+    def measure(target, drafter, slots, gamma, context):
+        assert context in (256, 64)
         measured.append((slots, gamma))
         points = {x: 1.0 + len(measured) + x[0] * (1 + x[1]) for x in cli.grid(slots, gamma)}
         return points, {x: t / 10 for x, t in points.items() if x[1]}, noise
@@ -865,6 +866,8 @@ def test_costs_are_measured_once_and_survive_a_broken_file(target, tmp_path, mon
     cli.cached_costs(target, drafter, 2, G, path), cli.cached_costs(target, drafter, 3, 2, path)  # other slots, other block
     cli.cached_costs(target, tiny_drafter(target, G, "rnn"), 3, G, path)  # another model
     assert (cli.cached_costs(target, drafter, 3, G, path).verify == first.verify).all() and len(measured) == 4
+    cli.cached_costs(target, drafter, 3, G, path, context=64)
+    assert len(measured) == 5
     shown = []
     assert (cli.cached_costs(target, drafter, 3, G, path, again=True, show=lambda *x: shown.append(x)).verify != first.verify).any()
     assert len(shown) == 1 and list(shown[0][0]) == cli.grid(3, G)
