@@ -112,7 +112,8 @@ class PromptLookup:
         self.gamma, self.feature_layers, self.dtype, self.device = gamma, (), dtype, device
 
     def new_cache(self, slots, max_len):
-        return SimpleNamespace(text=[[] for _ in range(slots)])  # committed ids by slot, without the anchor
+        text = [[] for _ in range(slots)]  # committed ids by slot, without the anchor
+        return SimpleNamespace(text=text, clear=lambda slot, end: text[slot].clear())
 
     def extend(self, tokens, features, slots, positions, cache):
         for token, slot, position in zip(tokens.tolist(), slots.tolist(), positions.tolist()):

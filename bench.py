@@ -4,6 +4,8 @@
     python bench.py --quick                 a smaller set, within two minutes
     python bench.py --prompts FILE.jsonl    anybody's prompts: objects with "prompt" or "turns", and "domain" if they like
     python bench.py table1                  and positions, depth, block, threshold, reliability, draft: the offline study, in study.py
+    python bench.py serve, simulate         many requests at once, for real and on a virtual clock: serve.py
+    python bench.py kernel                  the CUDA kernel: kernel_bench.py
 
 Method   Every prompt is decoded by every policy in turn before the next prompt, so that drift of the machine meets all alike;
          plain decoding is the same engine without a drafter. Prefill, which all share, is not in tokens/s. At temperature 1
@@ -29,6 +31,7 @@ from rich.table import Table
 
 import cli
 import dspark
+import kernel_bench
 import smollm2
 import study
 from corpus import PROMPTS, read_prompts
@@ -158,6 +161,13 @@ def show(console, rows, parted, temperature):
 
 
 def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["serve"], ["simulate"]):
+        import serve  # it uses this file's parts
+
+        return serve.main(words)
+    if words[:1] == ["kernel"]:
+        return kernel_bench.main_kernel()
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", nargs="?", choices=["speed", *study.COMMANDS], default="speed")
     p.add_argument("--prompts", help="JSONL file (default: prompts.jsonl; reliability: weights/questions.jsonl)")

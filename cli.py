@@ -6,11 +6,12 @@ Errors   one line on stderr and exit code 2. Ctrl-C keeps what was produced (exi
 """
 import argparse
 import codecs
+import hashlib
 import json
 import os
 import platform
 import sys
-import time
+import warnings
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -28,8 +29,11 @@ import dspark
 import scheduler
 import smollm2
 from target import keep_freed_memory
+from verify import logits_to_probs, verify_tokens
 
 STYLES = {"first": "dim", "accepted": "green", "correction": "yellow", "bonus": "cyan"}
+POLICIES = ["plain", "fixed", "threshold", "scheduled", "async", "adaptive"]
+NOISY = 0.1  # a profile whose repeats differ by more is not kept
 GAMMA = 4  # the fastest block on two CPU cores, by bench.py; a GPU, or a better drafter, will want the whole one
 DRAFTER = Path(__file__).parent / "weights" / "dspark.safetensors"
 
@@ -45,8 +49,9 @@ def parse(argv):
     p.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be given several times")
     # everything below is about how the answer is found, not about what it says
     p.add_argument("--gamma", type=int, help=f"draft tokens a cycle, up to the drafter's trained block (default: {GAMMA}; 0: plain decoding)")
-    p.add_argument("--policy", choices=["scheduled", "fixed", "threshold", "plain"], default="scheduled",
-                   help="how much to verify: Algorithm 1, the whole block, up to the first doubtful token, nothing")
+    p.add_argument("--policy", choices=POLICIES, default="scheduled",
+                   help="how much to verify: Algorithm 1 (scheduled), its asynchronous form, ours with T_draft in it (adaptive), the "
+                        "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
     p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none")
@@ -55,7 +60,9 @@ def parse(argv):
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
     p.add_argument("--json", action="store_true", help="one line of JSON per prompt")
     p.add_argument("--no-compare", action="store_true", help="do not run plain decoding for comparison")
-    p.add_argument("--profile", action="store_true", help="measure the target's SPS table anew")
+    p.add_argument("--profile", action="store_true",
+                   help="measure anew what target and drafter cost at every batch, and show it; with no prompt, only that")
+    p.add_argument("--slots", type=int, default=8, help="of --profile without a prompt: requests at once, up to so many (default: 8)")
     return p.parse_args(argv)
 
 
@@ -121,51 +128,116 @@ def read_calibration(path: Path, gamma: int) -> dict:
     return calibration
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What a cycle costs on this machine
+
+
+def grid(slots, gamma):
+    """(R, l) at which costs are measured: R in powers of two up to the slots, l closely for one request, else coarsely."""
+    Rs = sorted({2**i for i in range(slots.bit_length()) if 2**i <= slots} | {slots})
+    return [(R, l) for R in Rs for l in range(gamma + 1) if R <= 2 or l in (0, 1, 2, 4, gamma)]
+
+
 @torch.inference_mode()
-def measure_sps(target, n_requests, gamma, context=256):
-    """SPS(n), n = 1 .. R (1 + G): really run n rows, spread over R slots that hold `context` tokens each (Sec. 3.2.2).
+def measure_costs(target, drafter, slots, gamma, context=256):
+    """Really run a cycle's parts -> ({(R, l): seconds of verifying}, {(R, l): seconds of drafting}, noise) (Sec. 3.2.2).
 
-    The target's pass alone: softmax and the acceptance test, a few per cent of a step, are not in it.
+    R requests that hold `context` tokens each: on a processor with little bandwidth, reading those is a good part of a pass over
+    many. Verifying is the target's pass over R (1 + l) rows, p_target, the acceptance test
+    and the drafter's extension by the anchors; drafting is a block of l tokens.
     """
+    device, K = target.device, len(drafter.draft_ids)
     context = min(context, target.config.max_len - gamma - 1)
-    cache = target.new_cache(n_requests, context + gamma + 1)
+    cache, draft_cache = target.new_cache(slots, context + gamma + 1), drafter.new_cache(slots, context + gamma + 1)
+    u = torch.full((slots, gamma + 1), 0.5, dtype=torch.float64, device=device)
+    p_draft = torch.full((slots, gamma, K), 1 / K, device=device)
 
-    def step(n):
-        # row i goes to slot i mod R: the spread of a batch in which everyone verifies about as much
-        slots = torch.arange(n, device=target.device) % n_requests
-        slots, order = slots.sort(stable=True)
-        target(torch.ones_like(slots), slots, context + order // n_requests, cache)
-        if target.device.type == "cuda":
+    def verifying(R, l):
+        slot = torch.arange(R, device=device)
+        rows, places = slot.repeat_interleave(1 + l), context + torch.arange(1 + l, device=device).repeat(R)
+        logits, features = target(torch.ones_like(rows), rows, places, cache, drafter.feature_layers)
+        p_target, lengths = logits_to_probs(logits, 1.0), torch.full((R,), l, device=device)
+        tokens = torch.ones(R, l, dtype=torch.long, device=device)
+        verify_tokens(p_target, p_draft[:R, :l], tokens, lengths, u[:R, : l + 1], drafter.draft_ids)
+        drafter.extend(torch.ones_like(slot), features[:: 1 + l], slot, torch.full_like(slot, context), draft_cache)
+
+    def drafting(R, l):
+        slot = torch.arange(R, device=device)
+        drafter.propose(torch.ones_like(slot), slot, torch.full_like(slot, context), draft_cache, l, u[:R, :l], 1.0)
+
+    def step(part, R, l):
+        part(R, l)
+        if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return scheduler.profile_sps(step, n_requests * (1 + gamma))
+    points = [(verifying, *point) for point in grid(slots, gamma)] + [(drafting, R, l) for R, l in grid(slots, gamma) if l]
+    seconds, noise = scheduler.profile(step, points)
+    verify, draft = ({(R, l): float(t) for (p, R, l), t in zip(points, seconds) if p is part} for part in (verifying, drafting))
+    return verify, draft, noise
 
 
-def cached_sps(target, n_requests, gamma, path: Path, again=False):
-    """measure_sps, kept in a JSON file by what it depends on: machine, model, dtype, device, threads, requests, block."""
-    c = target.config
-    key = (f"{platform.node()} torch {torch.__version__} {c.n_layers}x{c.d_model} {target.dtype} {target.device} threads "
-           f"{torch.get_num_threads()} R {n_requests} G {gamma}")
+def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=None, context=256):
+    """measure_costs as scheduler.Costs, kept in a JSON file by all it depends on: machine, models, dtype, device, threads, slots,
+    block, context. A noisy measurement is used, having nothing better, but not kept. show(verify, draft, noise) is called with the points.
+    """
+    # what the arithmetic depends on is the shapes, not the values of the weights
+    models = hashlib.sha1(repr((target.config, drafter.config, len(drafter.draft_ids))).encode()).hexdigest()[:12]
+    key = (f"{platform.node()} torch {torch.__version__} models {models} {target.dtype} {target.device} threads "
+           f"{torch.get_num_threads()} slots {slots} G {gamma} context {context}")
     try:
         known = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or not ours: measure
         known = {}
+    wanted = grid(slots, gamma)
     try:
-        sps = np.array(known.get(key, []), dtype=np.float64)
-        usable = sps.shape == (n_requests * (1 + gamma) + 1,) and (sps[1:] > 0).all()
-    except (ValueError, TypeError):
+        kept = known.get(key, {})
+        verify, draft = ({(int(R), int(l)): float(t) for R, l, t in kept[name]} for name in ("verify", "draft"))
+        noise = float(kept["noise"])
+        usable = list(verify) == wanted and list(draft) == [x for x in wanted if x[1]] and min(*verify.values(), *draft.values()) > 0
+    except (KeyError, ValueError, TypeError):
         usable = False
     if again or not usable:
-        sps = measure_sps(target, n_requests, gamma)
-        sps[0] = 0.0  # unused, and JSON has no NaN
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(known | {key: sps.tolist()}))
-            part.replace(path)  # whole or not at all
-        except OSError:
-            pass  # nowhere to keep it: measured again next time
-    return sps
+        verify, draft, noise = measure_costs(target, drafter, slots, gamma, context)
+        if noise > NOISY:
+            print(f"the machine is too busy for a good profile: repeats of a point differ by {noise:.0%}; it is used, but not kept",
+                  file=sys.stderr)
+        else:
+            points = dict(verify=[[*x, t] for x, t in verify.items()], draft=[[*x, t] for x, t in draft.items()], noise=noise)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(f".{os.getpid()}")
+                part.write_text(json.dumps(known | {key: points}))
+                part.replace(path)  # whole or not at all
+            except OSError:
+                pass  # nowhere to keep it: measured again next time
+    if show:
+        show(verify, draft, noise)
+    return scheduler.costs_from(verify, draft, slots, gamma)
+
+
+def show_costs(console, verify, draft, noise):
+    """The measured points as a table, T over N as a plot of blocks, and how well a + b N describes them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        a, b, error = scheduler.fit(verify)
+    Rs, ls = sorted({R for R, _ in verify}), sorted({l for _, l in verify})
+    t = Table("R", *(f"verify {l}" for l in ls), *(f"draft {l}" for l in ls if l), title="ms for R requests with so many draft tokens each",
+              title_justify="left", box=None)
+    for R in Rs:
+        cells = [verify.get((R, l)) for l in ls] + [draft.get((R, l)) for l in ls if l]
+        t.add_row(str(R), *("" if x is None else f"{x * 1e3:.1f}" for x in cells))
+    console.print(t)
+    console.print("\nverify, ms over rows N = R (1 + l); | is the fit")
+    worst = max(verify.values())
+    # by N, then R: where one N was measured in several shapes, the difference is what SPS(N) alone cannot say
+    for (R, l), seconds in sorted(verify.items(), key=lambda point: (point[0][0] * (1 + point[0][1]), point[0])):
+        N = R * (1 + l)
+        bar, at = "\u2588" * round(50 * seconds / worst), min(55, max(0, round(50 * (a + b * N) / worst)))
+        bar = bar.ljust(56)
+        console.print(f"{N:5d} R {R:3d} {bar[:at]}|{bar[at + 1 :]} {seconds * 1e3:7.1f}", soft_wrap=True, highlight=False)
+    console.print(f"T = {a * 1e3:.1f} + {b * 1e3:.3f} N ms, mean error {error:.1%}; repeats of a point differ by {noise:.1%}")
+    for w in caught:
+        console.print(f"warning: {w.message}", style="yellow")
 
 
 def check_size(target, prompts):
@@ -176,17 +248,21 @@ def check_size(target, prompts):
             raise ValueError(f"a prompt of {size} bytes cannot fit the context of {target.config.max_len} tokens: shorten it")
 
 
-def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, again=False):
-    """The policy that a name stands for; None: generate()'s own default, whole blocks."""
+def make_policy(name, setup, gamma, n_requests, temperature, threshold=0.4, again=False, show=None):
+    """The policy that a name stands for, for up to n_requests at once; None: generate()'s own default, whole blocks.
+
+    "async" and "adaptive" remember past cycles: make a new one for another workload.
+    """
     if name == "plain":
         return lambda confidence: scheduler.fixed(confidence, 0)
     sts = nearest_sts(setup, temperature)
     if name == "threshold":
-        return lambda c: scheduler.threshold(c if sts is None else scheduler.apply_sts(c, sts), threshold)
+        return lambda c: scheduler.threshold(scheduler.calibrated(c, sts), threshold)
     if name == "fixed" or not gamma:  # nothing to schedule
         return None
-    sps = cached_sps(setup.target, n_requests, gamma, smollm2.cache_dir() / "sps.json", again)
-    return scheduler.scheduled(sps, sts)
+    costs = cached_costs(setup.target, setup.drafter, n_requests, gamma, smollm2.cache_dir() / "sps.json", again, show)
+    kinds = {"scheduled": scheduler.scheduled, "async": scheduler.Async, "adaptive": scheduler.Adaptive}
+    return kinds[name](costs, sts)
 
 
 def nearest_sts(setup, temperature):
@@ -321,7 +397,24 @@ def main(argv=None):
         sys.exit(130)
 
 
+def profile(args):
+    """--profile by itself: measure, keep, show."""
+    setup = load(args.target, args.drafter, args.device, args.dtype)
+    if setup.drafter is None:
+        raise ValueError("--profile measures the drafter too: leave out --drafter none")
+    gamma = setup.drafter.gamma if args.gamma is None else args.gamma
+    if not 1 <= gamma <= setup.drafter.gamma or not 1 <= args.slots <= 1024:
+        raise ValueError(f"--gamma {gamma}, --slots {args.slots}: blocks of 1 to {setup.drafter.gamma}, 1 to 1024 slots")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    show = lambda *points: show_costs(console, *points)  # noqa: E731
+    cached_costs(setup.target, setup.drafter, args.slots, gamma, smollm2.cache_dir() / "sps.json", True, show)
+    return 0
+
+
 def run(args):
+    if args.profile and not args.prompt:
+        keep_freed_memory()
+        return profile(args)
     prompts = args.prompt or ([] if sys.stdin is None or sys.stdin.isatty() else [sys.stdin.read()])
     prompts = [p.encode("utf-8", "replace").decode() for p in prompts]  # bytes that were no text came in as lone surrogates
     if not prompts or not all(p.strip() for p in prompts):
@@ -339,7 +432,8 @@ def run(args):
                 for i in range(len(ids))]
     gamma = min(GAMMA, dspark.block_length(drafter, None)) if args.gamma is None else args.gamma
     dspark.check(target, drafter, ids, sampling, gamma, encoding)
-    policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile)
+    show = (lambda *points: show_costs(Console(stderr=True, highlight=False), *points)) if args.profile else None
+    policy = make_policy(args.policy, setup, gamma, len(ids), args.temperature, args.threshold, args.profile, show)
     # first calls of every shape build kernels: not part of any figure
     warm = dspark.Sampling(max_new_tokens=min(12, args.max_new_tokens))
     if cancelled(dspark.generate(target, drafter, ids, sampling=warm, gamma=gamma)):

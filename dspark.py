@@ -15,16 +15,22 @@ Glossary, used in every file
   bonus          the target's token after all scheduled draft tokens passed, be they all of the block or none
   committed      part of the output for good
   tau            tokens gained per cycle, the target's own token (correction or bonus) included
-  row, slot      a row is one token in a target pass; a slot is a request's place in the caches
+  row, slot      a row is one token in a target pass; a slot is a request's place in the caches, taken and given back
   features       hidden states of a few target layers, which the drafter reads as its context
   SPS(N)         target steps per second when a step runs N rows: what the scheduler weighs survival against
 Latency per token is (T_draft + T_verify) / tau (Eq. 1): everything here either shortens a cycle or lengthens its harvest.
 
 State    per request: its tokens. Both caches hold exactly the tokens before the anchor, so cached = len(tokens) - 1: asserted
          every cycle, restored by moving a length. Whatever a rejected draft wrote lies beyond it and is never seen.
+         A request waits, then joins (has a slot, its prompt runs piece by piece between cycles), then is active until its
+         end, when its slot is zeroed and goes to the next. Who shares a cycle changes from one to the next; no request's
+         tokens depend on it, unless the policy lets the load decide.
 Letters  R requests, G draft positions, N = sum(1 + l) packed rows, V vocabulary.
 """
+import heapq
 import time
+from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,7 +41,7 @@ from drafter import Draft
 from smollm2 import EOS
 from verify import logits_to_probs, sample, verify_logits
 
-PREFILL_ROWS = 512  # a long prompt goes through the target in pieces of this many rows
+PREFILL_ROWS = 512  # a long prompt goes through the target in pieces of at most this many rows
 
 
 @dataclass
@@ -89,13 +95,17 @@ class Result:
 class Request:
     prompt: list[int]
     sampling: Sampling
-    slot: int                 # its place in both caches, for as long as it lives
+    slot: int | None          # its place in both caches, from joining to its end; None: still waiting
     random: torch.Generator   # its own stream: token draws, verdicts and nothing else
     result: Result
 
     @property
     def tokens(self):
         return self.prompt + self.result.ids
+
+    @property
+    def anchor(self):
+        return self.result.ids[-1]
 
     @property
     def room(self):
@@ -117,42 +127,78 @@ class Cycle:
 
 
 class Engine:
-    """Requests, two caches and one cycle. drafter=None is plain decoding: a block of no draft tokens through the same code."""
+    """Requests, two caches and one cycle. drafter=None is plain decoding: a block of no draft tokens through the same code.
 
-    def __init__(self, target, drafter, requests, max_len, gamma, policy=None, encoding=None, on_cycle=None):
+    slots         requests that can be under way at once, each with max_len positions in both caches
+    policy        confidence (R, G) -> verify lengths (R,). One that learns also has begin(R, G) -> block length, called before
+                  anything of the cycle exists, and observe(confidence, verify_len, n_accepted), called when all of it is past
+    prefill_rows  rows of prompts run between two cycles, at most, so that a long one stalls nobody; None: all there are
+    clock         seconds; serve.py simulates with one that only the models' costs move
+    """
+
+    def __init__(self, target, drafter, slots, max_len, gamma, policy=None, encoding=None, on_cycle=None, prefill_rows=None,
+                 clock=time.perf_counter):
         self.target, self.drafter, self.encoding, self.on_cycle = target, drafter, encoding, on_cycle
-        self.gamma = gamma
-        self.policy = policy or (lambda confidence: scheduler.fixed(confidence, self.gamma))
-        self.active = list(requests)
-        self.cache = target.new_cache(len(requests), max_len)
-        self.draft_cache = drafter.new_cache(len(requests), max_len) if drafter else None
-        self.cached = [0] * len(requests)  # per slot, in both caches
+        self.gamma, self.max_len, self.prefill_rows, self.clock = gamma, max_len, prefill_rows, clock
+        self.policy = policy or (lambda confidence: scheduler.fixed(confidence, gamma))
+        self.waiting = deque()           # submitted, without a slot
+        self.joining = deque()           # with a slot, their prompts not yet run to the end
+        self.active = []                 # in every cycle; ordered by slot, as packed rows must be
+        self.free = list(range(slots))   # a heap: the lowest is taken first, which keeps the batch close together
+        self.cached = [0] * slots        # positions in both caches
+        self.cache = target.new_cache(slots, max_len)
+        self.draft_cache = drafter.new_cache(slots, max_len) if drafter else None
         self.ledger = dict(prefill=0.0, draft=0.0, schedule=0.0, verify=0.0, commit=0.0)
 
     # ----- one cycle ----------------------------------------------------------------------------------------------------
 
     def step(self):
-        """Draft, schedule, verify, commit: one cycle of every active request."""
-        assert all(self.cached[r.slot] == len(r.tokens) - 1 for r in self.active), "caches hold all but the anchor"
-        draft, u = self.timed("draft", self.draft)                                    # tokens, p_draft, confidence (R, G)
+        """Newcomers join; then draft, schedule, verify, commit: one cycle of every active request."""
+        self.join()
+        self.assert_sound()
+        if not self.active:
+            return
+        G = self.timed("schedule", self.block_length)                                 # from finished cycles alone
+        draft, u = self.timed("draft", self.draft, G)                                 # tokens, p_draft, confidence (R, G)
         verify_len = self.timed("schedule", self.schedule, draft)                     # (R,)
         verdict, features = self.timed("verify", self.verify, draft, verify_len, u)   # N = sum(1 + l) rows of the target
-        for request, cycle in self.timed("commit", self.commit, draft, verify_len, verdict, features):
+        cycles = self.timed("commit", self.commit, draft, verify_len, verdict, features)
+        self.timed("schedule", self.observe, draft, verify_len, verdict)
+        for request, cycle in cycles:
             if self.on_cycle:
                 self.on_cycle(request, cycle)
 
     def timed(self, name, phase, *args):
-        begin = time.perf_counter()
+        begin = self.clock()
         result = phase(*args)
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()  # else the work would be booked on whoever waits for it
-        self.ledger[name] += time.perf_counter() - begin
+        self.ledger[name] += self.clock() - begin
         return result
 
-    def draft(self):
+    def assert_sound(self):
+        """What must hold before every cycle, whoever came and went."""
+        assert all(self.cached[r.slot] == len(r.tokens) - 1 for r in self.active), "caches hold all but the anchor"
+        assert not any(r.result.finish for r in [*self.active, *self.joining, *self.waiting]), "who has finished has left"
+        held = [r.slot for r in self.active]
+        assert held == sorted(held), "active requests are ordered by slot"
+        held += [r.slot for r in self.joining]
+        assert sorted(held + self.free) == list(range(len(self.cached))), "every slot has one owner, or is free"
+        assert not any(self.cached[slot] for slot in self.free), "a free slot is empty"
+
+    def block_length(self):
+        """G of this cycle, 0 (nothing is drafted) to gamma: decided before anything of this cycle exists."""
+        if self.gamma == 0 or not hasattr(self.policy, "begin"):
+            return self.gamma
+        G = self.policy.begin(len(self.active), self.gamma)
+        if not 0 <= G <= self.gamma:
+            raise ValueError(f"the policy asked for a block of {G}: not in 0..{self.gamma}")
+        return int(G)
+
+    def draft(self, G):
         """G draft tokens for every request, and the uniforms that will judge them. No number serves both: a token and its
         judge must be independent."""
-        R, G = len(self.active), self.gamma
+        R = len(self.active)
         # (R, 2 G + 1): G to draw the draft tokens, G to judge them, one for the token after. Each from the request's own stream,
         # so that a batch draws for it what it would have drawn alone.
         u = torch.stack([torch.rand(2 * G + 1, generator=r.random, dtype=torch.float64) for r in self.active])
@@ -161,23 +207,24 @@ class Engine:
             V, device = self.target.config.vocab_size, u.device
             return Draft(torch.zeros(R, 0, dtype=torch.long, device=device), torch.zeros(R, 0, V, device=device),
                          torch.zeros(R, 0, device=device), None), u
-        anchors, slots, positions = self.rows([[r.tokens[-1]] for r in self.active])  # (R,) each
+        anchors, slots, positions = self.rows([[r.anchor] for r in self.active])  # (R,) each
         draft = self.drafter.propose(anchors, slots, positions, self.draft_cache, G, u[:, :G], *self.settings([1] * R))
         return draft, u[:, G:]
 
     def schedule(self, draft):
         """Verify lengths (R,) from the confidences alone, and never more than a request may still deliver."""
-        if self.gamma == 0:
-            return [0] * len(self.active)
-        wanted, R = np.asarray(self.policy(draft.confidence)), len(self.active)
-        if wanted.shape != (R,) or wanted.dtype.kind not in "iu" or not ((wanted >= 0) & (wanted <= self.gamma)).all():
-            raise ValueError(f"the policy returned {wanted!r}: not {R} integers in 0..{self.gamma}")
+        R, G = draft.tokens.shape
+        if G == 0:
+            return [0] * R
+        wanted = np.asarray(self.policy(draft.confidence))
+        if wanted.shape != (R,) or wanted.dtype.kind not in "iu" or not ((wanted >= 0) & (wanted <= G)).all():
+            raise ValueError(f"the policy returned {wanted!r}: not {R} integers in 0..{G}")
         room = np.array([r.room - 1 for r in self.active])  # the target's own token takes one place
         return np.minimum(wanted, room).tolist()
 
     def verify(self, draft, verify_len, u):
         """Run the target on anchor and scheduled draft tokens of all requests, N = sum(1 + l) rows, and judge them."""
-        rows = self.rows([[r.tokens[-1], *x[:l]] for r, x, l in zip(self.active, draft.tokens.tolist(), verify_len)])
+        rows = self.rows([[r.anchor, *x[:l]] for r, x, l in zip(self.active, draft.tokens.tolist(), verify_len)])
         # (N, V) and (N, m * D). Rows that the scheduler cut are not run: that is all that scheduling saves
         logits, features = self.target(*rows, self.cache, self.drafter.feature_layers if self.drafter else ())
         settings, lengths = self.settings([1] * len(self.active)), torch.tensor(verify_len, device=u.device)
@@ -192,15 +239,16 @@ class Engine:
             keep += range(first, first + 1 + n)
             first += 1 + l
         if self.drafter:
-            # features of rejected tokens are dropped here: the drafter's context is committed text, nothing else
-            committed = self.rows([[r.tokens[-1], *x[:n]] for r, x, n in zip(self.active, tokens, n_accepted)])
+            # features of rejected tokens are dropped here: the drafter's context is committed text, nothing else. And all of
+            # it: cycles without a draft come here too, or the next block would look back on a gap
+            committed = self.rows([[r.anchor, *x[:n]] for r, x, n in zip(self.active, tokens, n_accepted)])
             features = features if len(keep) == len(features) else features[keep]
             self.drafter.extend(committed[0], features, *committed[1:], self.draft_cache)
         for i, r in enumerate(list(self.active)):
             self.cached[r.slot] += 1 + n_accepted[i]  # this is the rollback: rows beyond it are never seen again
             new = tokens[i][: n_accepted[i]] + [next_token[i]]
             own = "bonus" if n_accepted[i] == verify_len[i] else "correction"
-            anchor = r.tokens[-1]
+            anchor = r.anchor
             delivered = self.deliver(r, new, ["accepted"] * n_accepted[i] + [own])
             res = r.result
             res.cycles += 1
@@ -209,29 +257,103 @@ class Engine:
             cycles.append((r, Cycle(anchor, tokens[i], confidence[i], verify_len[i], n_accepted[i], next_token[i],
                                     res.ids[len(res.ids) - delivered :], res.origins[len(res.ids) - delivered :])))
             if res.finish:
-                self.active.remove(r)  # its slot stays empty until the batch is done
+                self.active.remove(r)
+                self.release(r)
         return cycles
+
+    def observe(self, draft, verify_len, verdict):
+        """Tell a policy that learns what came of the cycle: the only way in which it hears of tokens."""
+        if self.gamma and hasattr(self.policy, "observe"):
+            self.policy.observe(draft.confidence, np.array(verify_len), np.array(verdict.n_accepted.tolist()))
 
     # ----- beginning and end of a request -------------------------------------------------------------------------------
 
-    def prefill(self, request):
-        """Run the prompt through the target in pieces, fill the drafter's context, draw the first token."""
-        prompt = request.prompt  # one request at a time: the same arithmetic whoever shares the batch
-        layers = self.drafter.feature_layers if self.drafter else ()
-        for i in range(0, len(prompt), PREFILL_ROWS):
-            piece = torch.tensor(prompt[i : i + PREFILL_ROWS], device=self.target.device)
-            places = torch.arange(i, i + len(piece), device=piece.device)
-            slots = torch.full_like(piece, request.slot)
-            logits, features = self.target(piece, slots, places, self.cache, layers, logit_rows=[-1])  # (1, V): the newest row
-            if self.drafter:
-                self.drafter.extend(piece, features, slots, places, self.draft_cache)
-        self.cached[request.slot] = len(prompt)
-        s = request.sampling
-        u = torch.rand(1, generator=request.random, dtype=torch.float64).to(logits.device)
-        first = sample(logits_to_probs(logits, s.temperature, s.top_k, s.top_p), u).tolist()
-        self.deliver(request, first, ["first"])  # it may already be the end
+    @property
+    def busy(self):
+        return bool(self.waiting or self.joining or self.active)
+
+    def submit(self, prompt, sampling) -> Request:
+        """Queue a request; the steps from here on run it. ValueError for what cannot be run."""
+        check(self.target, self.drafter, [prompt], [sampling], None, self.encoding)
+        if len(prompt) + sampling.max_new_tokens > self.max_len:
+            raise ValueError(f"prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed a slot of {self.max_len}")
+        random = torch.Generator().manual_seed(sampling.seed)
+        self.waiting.append(Request([int(t) for t in prompt], sampling, None, random, Result(verified_at=[0] * self.gamma)))
+        return self.waiting[-1]
+
+    def cancel(self, request):
+        """End a request wherever it is; what it has said stays. Between two steps, or from on_cycle."""
         if request.result.finish:
-            self.active.remove(request)
+            return
+        request.result.finish = "cancelled"
+        request.result.text = self.encoding.decode(request.result.ids) if self.encoding else ""
+        for group in (self.waiting, self.joining, self.active):
+            if request in group:
+                group.remove(request)
+                if request.slot is not None:
+                    self.release(request)
+
+    def join(self):
+        """Give free slots to those who wait, then run prompts, first come first served: one pass of prefill_rows rows at most,
+        in which several prompts may share, and a long one takes part in several cycles; or without a limit all there is."""
+        while self.waiting and self.free:
+            self.waiting[0].slot = heapq.heappop(self.free)
+            self.joining.append(self.waiting.popleft())
+        passes = 0
+        while self.joining and (self.prefill_rows is None or passes == 0):
+            pieces, left = [], self.prefill_rows or PREFILL_ROWS
+            for request in self.joining:
+                rows = min(left, len(request.prompt) - self.cached[request.slot])
+                if rows:
+                    pieces.append((request, rows))
+                left -= rows
+                if self.prefill_rows is None:
+                    break  # generate() runs each prompt by itself: the same arithmetic whoever shares the batch, also in bf16
+            self.timed("prefill", self.prefill, pieces)
+            passes += 1
+            if self.on_cycle:
+                for request, _ in pieces:
+                    if request not in self.joining and request.result.finish != "cancelled":
+                        self.on_cycle(request, None)  # it has spoken
+
+    def prefill(self, pieces):
+        """Run the next so many rows of these prompts, fill the drafter's context, and draw the first token of those whose prompt is
+        through. pieces: (request, rows)."""
+        pieces = sorted(pieces, key=lambda piece: piece[0].slot)  # as packed rows must be
+        tokens, slots, places, last = [], [], [], []
+        for r, n in pieces:
+            begin = self.cached[r.slot]
+            tokens += r.prompt[begin : begin + n]
+            slots += [r.slot] * n
+            places += range(begin, begin + n)
+            last.append(len(tokens) - 1)
+            self.cached[r.slot] += n
+        rows = torch.tensor([tokens, slots, places], device=self.target.device)
+        layers = self.drafter.feature_layers if self.drafter else ()
+        logits, features = self.target(*rows, self.cache, layers, logit_rows=last)  # (pieces, V): the newest row of each
+        if self.drafter:
+            self.drafter.extend(rows[0], features, *rows[1:], self.draft_cache)
+        for (r, _), row in zip(pieces, logits.split(1)):
+            if self.cached[r.slot] < len(r.prompt):
+                continue
+            u = torch.rand(1, generator=r.random, dtype=torch.float64).to(logits.device)
+            first = sample(logits_to_probs(row, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p), u).tolist()
+            self.joining.remove(r)
+            self.deliver(r, first, ["first"])  # it may already be the end
+            if r.result.finish:
+                self.release(r)
+            else:
+                insort(self.active, r, key=lambda r: r.slot)
+
+    def release(self, request):
+        """Give the slot back, zeroed as far as it was written. Masked keys are not harmless whatever they hold: a NaN plus minus
+        infinity is NaN, and a weight of 0 times NaN is too. So the next tenant must find numbers, not what the last one left."""
+        end = self.cached[request.slot] + 1 + self.gamma  # the last cycle wrote no further, rejected tokens included
+        self.cache.clear(request.slot, end)
+        if self.drafter:
+            self.draft_cache.clear(request.slot, end)
+        self.cached[request.slot] = 0
+        heapq.heappush(self.free, request.slot)
 
     def deliver(self, request, tokens, origins):
         """Append tokens up to the request's end, wherever in the block that falls; returns how many were delivered."""
@@ -294,8 +416,9 @@ def generate(
     sampling   one Sampling, or one per prompt; or give its fields by name, for all prompts alike: temperature=0.7, max_new_tokens=64
                (then prompt i draws with seed + i, so that the same prompt twice gets two answers).
     encoding   a tiktoken.Encoding, for text and stop strings.
-    policy     confidence (R, G) -> verify lengths (R,), scheduler.py; default: verify whole blocks. Algorithm 1 lets the load
-               decide, so at temperature > 0 the draws, though not their law, then depend on who shares the batch.
+    policy     confidence (R, G) -> verify lengths (R,), scheduler.py; default: verify whole blocks. Algorithm 1 and what is
+               built on it let the load decide, so at temperature > 0 the draws, though not their law, then depend on who
+               shares the batch.
     on_cycle   called as on_cycle(request, Cycle), and with None after its prefill. KeyboardInterrupt ends the run: what was
                produced is returned, with finish "cancelled".
     Raises ValueError for what cannot be run.
@@ -309,25 +432,17 @@ def generate(
         sampling = [sampling] * len(prompts)
     check(target, drafter, prompts, sampling, gamma, encoding)
     G = block_length(drafter, gamma)
-    requests = [
-        Request([int(t) for t in prompt], s, slot, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * G))
-        for slot, (prompt, s) in enumerate(zip(prompts, sampling))
-    ]
     max_len = max((len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), default=1)
-    engine = Engine(target, drafter if G else None, requests, max_len, G, policy, encoding, on_cycle)
-    # Prefill draws every request's first token; from then on all move together, cycle by cycle, until the last is done.
+    # a slot each, and prompts run whole: every request's first token comes before the first cycle, and from then on all move
+    # together until the last is done
+    engine = Engine(target, drafter if G else None, len(prompts), max_len, G, policy, encoding, on_cycle)
+    requests = [engine.submit(prompt, s) for prompt, s in zip(prompts, sampling)]
     try:
-        for request in requests:
-            engine.timed("prefill", engine.prefill, request)
-            if on_cycle:
-                on_cycle(request, None)
-        while engine.active:
+        while engine.busy:
             engine.step()
     except KeyboardInterrupt:
         for request in requests:
-            if not request.result.finish:
-                request.result.finish = "cancelled"
-                request.result.text = encoding.decode(request.result.ids) if encoding else ""
+            engine.cancel(request)
     for request in requests:
         request.result.ledger = dict(engine.ledger)  # shared: a cycle's time cannot be divided among those who shared it
     return [request.result for request in requests]

@@ -133,6 +133,11 @@ class KVCache:
             self.k[layer][rows.slots, rows.positions] = k
             self.v[layer][rows.slots, rows.positions] = v
 
+    def clear(self, slot, end):
+        """Zero a slot's positions before `end`, for its next tenant."""
+        for x in self.k + self.v:
+            x[slot, :end] = 0
+
     def read(self, layer, rows):
         """Views (S, L, J, d) over the slots and positions that any row can see; nothing is copied."""
         lo, hi, L = rows.lo, rows.hi, rows.length

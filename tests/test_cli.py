@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def apart(monkeypatch, tmp_path):
     """Away from the user's cache, and without memory settings that would outlive the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(cli, "NOISY", float("inf"))  # a busy machine is no failure of a test
     monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)
 
 
@@ -169,7 +171,7 @@ def test_errors_of_the_script_itself(options):
 KEYS = {"text", "ids", "tau", "cycles", "tokens_per_s", "plain_tokens_per_s", "identical_to_plain", "finish", "ledger_ms"}
 
 
-@pytest.mark.parametrize("policy", ["scheduled", "fixed", "threshold", "plain"])
+@pytest.mark.parametrize("policy", cli.POLICIES)
 def test_json_is_a_line_per_prompt(small, call, tiny, policy):
     code, out, err = call(*small, "--prompt", "one", "--prompt", "two and more", "--json", "--policy", policy)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -411,18 +413,48 @@ def test_make_policy(tiny, monkeypatch):
     assert cli.make_policy("threshold", setup, GAMMA, 1, 0.0, 0.5)(c).tolist() == [1]
     asked, used = [], []
 
-    def cached(target, n_requests, gamma, path, again):
-        asked.append((n_requests, gamma, again, path))
-        return [float("nan")] + [1.0] * (n_requests * (1 + gamma))
+    def cached(target, drafter, slots, gamma, path, again, show):
+        asked.append((slots, gamma, again, path))
+        flat = {x: 1.0 for x in cli.grid(slots, gamma)}
+        return scheduler.costs_from(flat, {x: 0.1 for x in flat if x[1]}, slots, gamma)
 
-    monkeypatch.setattr(cli, "cached_sps", cached)
+    monkeypatch.setattr(cli, "cached_costs", cached)
     monkeypatch.setattr(scheduler, "apply_sts", lambda c, t: used.append(t) or c)
     for temperature in (0.0, 0.2, 0.6, 5.0):  # the calibration of the nearest temperature
         assert cli.make_policy("scheduled", setup, GAMMA, 1, temperature, again=True)(c).tolist() == [3]
     assert used == [[1.0] * 3] * 2 + [[9.0] * 3] * 2
     assert asked[0] == (1, GAMMA, True, smollm2.cache_dir() / "sps.json")
+    for name, kind in (("async", scheduler.Async), ("adaptive", scheduler.Adaptive)):
+        policy = cli.make_policy(name, setup, GAMMA, 1, 1.0)
+        assert type(policy) is kind and policy.temperatures == [9.0] * 3
+        assert policy.begin(1, GAMMA) == GAMMA and policy(c).tolist() == [3]
+        assert cli.make_policy(name, setup, GAMMA, 1, 1.0) is not policy  # it remembers: none is shared
+    del used[4:]
     setup.calibration = {}
     assert cli.make_policy("scheduled", setup, GAMMA, 1, 1.0)(c).tolist() == [3] and len(used) == 4
+
+
+def test_profile_alone_measures_and_shows(small, call):
+    code, out, err = call(*small, "--profile", "--slots", "3")
+    assert code == 0 and not err
+    lines = out.splitlines()
+    assert any(line.split()[:1] == ["3"] and len(line.split()) == 2 * GAMMA + 2 for line in lines)  # a row of the table for R = 3 ..
+    assert sum("\u2588" in line for line in lines) == len(cli.grid(3, GAMMA))  # .. and a bar for every point measured
+    assert any(line.startswith("T = ") and "mean error" in line for line in lines)
+    assert (smollm2.cache_dir() / "sps.json").is_file()
+    for options in (["--slots", "0"], ["--gamma", "9"], ["--drafter", "none"]):
+        code, out, err = call(*small, "--profile", *options)
+        assert code == 2 and not out and err.count("\n") == 1
+
+
+def test_a_flat_profile_is_pointed_out():
+    out = io.StringIO()
+    flat = {x: 0.01 for x in cli.grid(4, 3)}
+    cli.show_costs(Console(file=out, width=120), flat, {x: 0.001 for x in flat if x[1]}, 0.02)
+    assert "flat" in out.getvalue() and re.search(r"T = 10.0 \+ -?0.000 N ms, mean error 0.0%", out.getvalue())
+    out.truncate(0)
+    cli.show_costs(Console(file=out, width=120), {x: 0.02 + 0.001 * x[0] * (1 + x[1]) for x in flat}, {(1, 1): 0.001}, 0.02)
+    assert "flat" not in out.getvalue() and "T = 20.0 + 1.000 N ms" in out.getvalue()
 
 
 def test_load_reads_the_calibration_beside_the_drafter(small):
@@ -528,7 +560,7 @@ def test_summarize_where_nothing_was_decoded():
     (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 4", "scheduled 7"]),
 ])
 def test_policies_measured(tiny, gamma, wanted, monkeypatch):
-    monkeypatch.setattr(cli, "cached_sps", lambda target, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))
+    monkeypatch.setattr(cli, "cached_costs", lambda target, drafter, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))
     setup = cli.Setup(tiny, tiny_drafter(tiny, 7), BYTES, {})
     names = bench.policies(setup, argparse.Namespace(gamma=gamma, threshold=0.4, policies=None), 0.0)
     assert list(names) == wanted and names["plain"] == (None, None, None)

@@ -23,7 +23,7 @@ import drafter as drafting
 import dspark
 import scheduler
 import smollm2
-from dspark import Engine, Request, Result, Sampling, generate
+from dspark import Engine, Result, Sampling, generate
 from drafter import Draft, tiny_drafter
 from target import tiny_target
 from verify import logits_to_probs
@@ -79,6 +79,13 @@ def plain_loop(target, prompt, n, eos=NEVER):
     return tokens[len(prompt) :]
 
 
+class Context(dict):
+    """A scripted model's cache: slot -> positions whose features were handed over."""
+
+    def clear(self, slot, end):
+        self[slot] = []
+
+
 class ScriptedDrafter:
     """Proposes scripts[slot], prompt and continuation, except at places where wrong(slot, place) says so.
 
@@ -93,7 +100,7 @@ class ScriptedDrafter:
         self.wrong, self.soft, self.confidence = wrong, soft, confidence
 
     def new_cache(self, slots, max_len):
-        return {slot: [] for slot in range(slots)}  # positions whose features were handed over
+        return Context({slot: [] for slot in range(slots)})
 
     def extend(self, tokens, features, slots, positions, cache):
         assert len(features) == len(slots) == len(positions)
@@ -124,7 +131,7 @@ class ScriptTarget:
         self.scripts, self.config = scripts, SimpleNamespace(vocab_size=vocab, max_len=max_len)
 
     def new_cache(self, slots, max_len):
-        return None
+        return Context()
 
     def __call__(self, tokens, slots, positions, cache, feature_layers=(), logit_rows=None):
         logits = torch.zeros(len(tokens), self.config.vocab_size)
@@ -150,12 +157,14 @@ class Wrapped:
 
 
 def engine_of(target, drafter, prompts, sampling, gamma=None, policy=None, **kw):
-    """generate() up to, but without, its loop."""
+    """generate() up to, but without, its loop; all that was submitted is in engine.waiting."""
     sampling = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     g = drafter.gamma if gamma is None else gamma
-    requests = [Request(list(p), s, i, torch.Generator().manual_seed(s.seed), Result(verified_at=[0] * g))
-                for i, (p, s) in enumerate(zip(prompts, sampling))]
-    return Engine(target, drafter, requests, max(len(p) + s.max_new_tokens for p, s in zip(prompts, sampling)), g, policy, **kw)
+    max_len = max(len(p) + s.max_new_tokens for p, s in zip(prompts, sampling))
+    engine = Engine(target, drafter, len(prompts), max_len, g, policy, **kw)
+    for p, s in zip(prompts, sampling):
+        engine.submit(p, s)
+    return engine
 
 
 def scripts_of(target, prompts, n):
@@ -276,20 +285,28 @@ def crowd(target, drafter, prompt, policy=None, seed=0, n=LAW_N, size=CROWD, mut
     engine = engine_of(target, drafter, [prompt] * size, sampling, policy=policy, on_cycle=lambda r, c: c and cycles.append(c))
     if mutate:
         mutate(engine)
-    engine.prefill(engine.active[0])
-    engine.active[0].result.ids[0] = 1
+    everyone = list(engine.waiting)
+    while engine.waiting:  # what join() does, but for the passes
+        r = engine.waiting.popleft()
+        r.slot = engine.free.pop(0)
+        engine.joining.append(r)
+    engine.prefill([(everyone[0], len(prompt))])
+    everyone[0].result.ids[0] = 1
     for cache in (engine.cache, engine.draft_cache):
         for x in cache.k + cache.v if hasattr(cache, "k") else ():
             x[1:] = x[:1]
-    for r in engine.active[1:]:
+    for r in everyone[1:]:
+        engine.joining.remove(r)
+        engine.active.append(r)
         engine.cached[r.slot] = len(prompt)
         engine.deliver(r, [1], ["first"])
         if not hasattr(engine.draft_cache, "k"):
             engine.draft_cache[r.slot] += range(len(prompt))
-    everyone = list(engine.active)
     while engine.active:
         engine.step()
-        engine.active = [r for r in engine.active if len(r.result.ids) <= n]
+        for r in [r for r in engine.active if len(r.result.ids) > n]:
+            engine.active.remove(r)
+            engine.release(r)
     codes = torch.tensor([r.result.ids[1 : n + 1] for r in everyone]) @ torch.tensor([LAW_V**i for i in reversed(range(n))])
     return torch.bincount(codes, minlength=LAW_V**n), cycles
 
@@ -382,12 +399,12 @@ def shared_uniforms(engine):
     """The uniforms that drew the draft tokens also judge them."""
     draft_of = engine.draft
 
-    def draft():
+    def draft(G):
         state = [r.random.get_state() for r in engine.active]
         u = torch.stack([torch.rand(LAW_G, generator=r.random, dtype=torch.float64) for r in engine.active])
         for r, s in zip(engine.active, state):
             r.random.set_state(s)
-        out, rest = draft_of()
+        out, rest = draft_of(G)
         return out, torch.cat([u, rest[:, -1:]], 1)
 
     engine.draft = draft
@@ -425,8 +442,7 @@ def test_admission_of_a_token_cannot_depend_on_it(small, policy):
     drafter = lively(tiny_drafter(small, LAW_G), 20)
     prompts = [[3, 0, 2], [1], [4, 4]]
     engine = engine_of(small, drafter, prompts, greedy(8, temperature=1.0), policy=POLICIES[policy])
-    for r in list(engine.active):
-        engine.prefill(r)
+    engine.join()
     rows = engine.rows([[r.tokens[-1]] for r in engine.active])
     g, moved, lengths = torch.Generator().manual_seed(0), 0, set()
 
@@ -664,14 +680,15 @@ def test_the_account_of_a_run(target, policy, temperature):
         watched = Wrapped(target, lambda tokens, slots, positions: rows.append((tokens.tolist(), slots.tolist(), positions.tolist())))
 
         def on_cycle(request, cycle):
+            if cycle is None:  # after its prefill
+                return
             log.setdefault(request.slot, []).append(cycle)
             cycles.append((request.slot, cycle, len(request.tokens) - len(cycle.delivered) - 1))
 
         engine = engine_of(watched, drafter, PROMPTS, greedy(17, temperature=temperature, seed=5), policy=POLICIES[policy],
                            on_cycle=on_cycle)
-        results = [r.result for r in engine.active]
-        for r in list(engine.active):
-            engine.prefill(r)
+        results = [r.result for r in engine.waiting]
+        engine.join()
         while engine.active:
             del rows[:], cycles[:]
             engine.step()
@@ -710,23 +727,23 @@ def test_caches_equal_a_fresh_forward_after_every_cycle(target, policy, temperat
     drafter = lively(tiny_drafter(target, G))
     sampling = [greedy(6 + 3 * i, temperature=temperature, seed=i) for i in range(4)]
     engine = engine_of(target, drafter, PROMPTS, sampling, policy=POLICIES[policy])
-    for r in list(engine.active):
-        engine.prefill(r)
-    everyone, rejected = list(engine.active), 0
-    while engine.active:
+    everyone = list(engine.waiting)
+    while engine.busy:
         engine.step()
-        for r in everyone:  # finished ones too: nobody writes into their rows
-            n = min(engine.cached[r.slot], len(r.tokens))
+        for r in engine.active:
+            n = engine.cached[r.slot]
             x, zeros, places = torch.tensor(r.tokens[:n]), torch.zeros(n, dtype=torch.long), torch.arange(n)
             cache, context = target.new_cache(1, n), drafter.new_cache(1, n)
             _, features = target(x, zeros, places, cache, drafter.feature_layers)
             drafter.extend(zeros, features, zeros, places, context)
-            assert n >= len(r.tokens) - 1
+            assert n == len(r.tokens) - 1
             for have, wanted in ((engine.cache, cache), (engine.draft_cache, context)):
                 for a, b in zip(have.k + have.v, wanted.k + wanted.v):
                     assert (a[r.slot, :n] - b[0, :n]).abs().max() < 1e-10
-            rejected += sum(r.result.verified_at) - sum(r.result.accepted_at)
+    rejected = sum(sum(r.result.verified_at) - sum(r.result.accepted_at) for r in everyone)
     assert rejected > 0
+    for x in [t for c in (engine.cache, engine.draft_cache) for t in c.k + c.v]:
+        assert (x == 0).all()  # and they are left as they were found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -807,48 +824,67 @@ def test_seeds_repeat(target):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the SPS table
+# the table of costs
 
 
-def test_measure_sps_runs_exactly_the_rows_it_records(target, monkeypatch):
-    rows = []
+def test_measure_costs_runs_exactly_what_it_records(target, monkeypatch):
+    rows, drafted, stepped = [], [], []
+    drafter = tiny_drafter(target, G)
     watched = Wrapped(target, lambda tokens, slots, positions: rows.append((slots.tolist(), positions.tolist())))
-    stepped = []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda anchors, slots, positions, cache, gamma, *rest: drafted.append(
+        (slots.tolist(), positions.tolist(), gamma)) or propose(anchors, slots, positions, cache, gamma, *rest))
 
-    def profile(step, n):
-        for i in range(1, n + 1):
-            step(i)
-            stepped.append(i)
-        return torch.ones(n + 1).numpy()
+    def profile(step, points):
+        for point in points:
+            step(*point)
+            stepped.append(point[1:])
+        return torch.ones(len(points)).numpy(), 0.0
 
-    monkeypatch.setattr(scheduler, "profile_sps", profile)
-    cli.measure_sps(watched, 3, G, context=20)
-    assert stepped == list(range(1, 3 * (1 + G) + 1)) and [len(s) for s, _ in rows] == stepped
-    for slots, places in rows:
-        assert slots == sorted(slots) and max(slots.count(s) for s in slots) - min(slots.count(s) for s in slots) <= 1
-        assert all([p for s, p in zip(slots, places) if s == slot] == list(range(20, 20 + slots.count(slot))) for slot in slots)
+    monkeypatch.setattr(scheduler, "profile", profile)
+    verify, draft, _ = cli.measure_costs(watched, drafter, 5, G, context=20)
+    wanted = cli.grid(5, G)
+    assert {R for R, _ in wanted} == {1, 2, 4, 5} and {(R, l) for R in (1, 5) for l in (0, 1, 2, G)} <= set(wanted)
+    assert stepped == wanted + [x for x in wanted if x[1]] and list(verify) == wanted and list(draft) == [x for x in wanted if x[1]]
+    assert rows == [([s for s in range(R) for _ in range(1 + l)], list(range(20, 21 + l)) * R) for R, l in verify]
+    assert drafted == [(list(range(R)), [20] * R, l) for R, l in draft]
 
 
-def test_cached_sps_is_measured_once_and_survives_a_broken_file(target, tmp_path, monkeypatch):
-    measured = []
+def test_costs_are_measured_once_and_survive_a_broken_file(target, tmp_path, monkeypatch, capsys):
+    measured, noise = [], 0.01
 
-    def measure(target, n_requests, gamma):
-        measured.append((n_requests, gamma))
-        return torch.arange(1 + n_requests * (1 + gamma)).double().numpy() + len(measured)
+    def measure(target, drafter, slots, gamma, context):
+        assert context in (256, 64)
+        measured.append((slots, gamma))
+        points = {x: 1.0 + len(measured) + x[0] * (1 + x[1]) for x in cli.grid(slots, gamma)}
+        return points, {x: t / 10 for x, t in points.items() if x[1]}, noise
 
-    monkeypatch.setattr(cli, "measure_sps", measure)
-    path = tmp_path / "new" / "sps.json"
-    first = cli.cached_sps(target, 1, G, path)
-    assert len(first) == 2 + G and (cli.cached_sps(target, 1, G, path) == first).all() and measured == [(1, G)]
-    cli.cached_sps(target, 2, G, path), cli.cached_sps(target, 1, 2, path)
-    assert (cli.cached_sps(target, 1, G, path) == first).all() and len(measured) == 3
-    assert (cli.cached_sps(target, 1, G, path, again=True) != first)[1:].all()
-    for broken in ("{", "[]", "null"):
+    monkeypatch.setattr(cli, "measure_costs", measure)
+    path, drafter = tmp_path / "new" / "sps.json", tiny_drafter(target, G)
+    first = cli.cached_costs(target, drafter, 3, G, path)
+    assert first.verify.shape == first.draft.shape == (4, 1 + G) and (first.draft[1:, 0] == 0).all()
+    again = cli.cached_costs(target, drafter, 3, G, path)
+    assert (again.verify == first.verify).all() and (again.draft == first.draft).all() and measured == [(3, G)]
+    cli.cached_costs(target, drafter, 2, G, path), cli.cached_costs(target, drafter, 3, 2, path)  # other slots, other block
+    cli.cached_costs(target, tiny_drafter(target, G, "rnn"), 3, G, path)  # another model
+    assert (cli.cached_costs(target, drafter, 3, G, path).verify == first.verify).all() and len(measured) == 4
+    cli.cached_costs(target, drafter, 3, G, path, context=64)
+    assert len(measured) == 5
+    shown = []
+    assert (cli.cached_costs(target, drafter, 3, G, path, again=True, show=lambda *x: shown.append(x)).verify != first.verify).any()
+    assert len(shown) == 1 and list(shown[0][0]) == cli.grid(3, G)
+    for broken in ("{", "[]", "null", path.read_text().replace("[1, 0, ", "[1, 0, -"), path.read_text().replace('"draft"', '"d"')):
         path.write_text(broken)
-        assert len(cli.cached_sps(target, 1, G, path)) == 2 + G
+        before = len(measured)
+        assert cli.cached_costs(target, drafter, 3, G, path).verify.shape == (4, 1 + G) and len(measured) == before + 1
     # nowhere to write: measured anew each time, no more
     (tmp_path / "file").write_text("")
-    assert len(cli.cached_sps(target, 1, G, tmp_path / "file" / "sps.json")) == 2 + G
+    assert cli.cached_costs(target, drafter, 3, G, tmp_path / "file" / "sps.json").verify.shape == (4, 1 + G)
+    # a noisy one is used, with a word about it, and not kept
+    noise, before = 0.3, path.read_text()
+    capsys.readouterr()
+    cli.cached_costs(target, drafter, 3, G, path, again=True)
+    assert "too busy" in capsys.readouterr().err and path.read_text() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
