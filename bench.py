@@ -63,7 +63,9 @@ def policies(setup, args, temperature):
     out |= {f"threshold {args.threshold} of {gamma}": (drafter, gamma, threshold)}
     for g in sorted({min(4, gamma), gamma}):
         out |= {f"scheduled {g}": (drafter, g, cli.make_policy("scheduled", setup, g, 1, temperature))}
-    wanted = args.policies or ["plain", "fixed", "threshold", "scheduled"]
+    # ours, with T_draft in the objective and block lengths of its own choice; it goes on learning from prompt to prompt, as in a server
+    out |= {f"adaptive {gamma}": (drafter, gamma, cli.make_policy("adaptive", setup, gamma, 1, temperature))}
+    wanted = args.policies or ["plain", "fixed", "threshold", "scheduled", "adaptive"]
     return {name: value for name, value in out.items() if name == "plain" or any(name.startswith(w) for w in wanted)}
 
 
@@ -181,7 +183,7 @@ def main(argv=None):
     speed.add_argument("--quick", action="store_true", help="2 prompts a domain, 64 tokens, one repeat")
     speed.add_argument("--drafter", help="safetensors file (default: weights/dspark.safetensors)")
     speed.add_argument("--threshold", type=float, default=0.4)
-    speed.add_argument("--policies", nargs="+", choices=["fixed", "threshold", "scheduled"], help="beside plain (default: all)")
+    speed.add_argument("--policies", nargs="+", choices=["fixed", "threshold", "scheduled", "adaptive"], help="beside plain (default: all)")
     offline = p.add_argument_group("the offline study")
     offline.add_argument("--drafters", nargs="+", help="names in weights/, files, or lookup (default: all of weights/, and lookup)")
     offline.add_argument("--batch", type=int, default=8, help="prompts decoded together")

@@ -93,7 +93,7 @@ def find_drafter(name) -> Path:
     """A file, or the name of one in weights/; None: the default."""
     if name is None:
         return DRAFTER
-    return Path(name) if "." in name or "/" in name else DRAFTER.with_name(f"{name}.safetensors")
+    return Path(name) if "." in str(name) or "/" in str(name) else DRAFTER.with_name(f"{name}.safetensors")
 
 
 def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -> Setup:

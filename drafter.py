@@ -320,8 +320,9 @@ def save(drafter: Drafter, path):
     os.replace(part, path)  # whole or not at all
 
 
-def load(path, target: Target) -> Drafter:
-    """Read a drafter and put it beside its target: same dtype, same device. Raises ValueError with a remedy."""
+def load(path, target: Target, packed=True) -> Drafter:
+    """Read a drafter and put it beside its target: same dtype, same device; packed (target.pack) unless it is to be trained or
+    cast. Raises ValueError with a remedy."""
     try:
         with safe_open(path, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
@@ -335,7 +336,17 @@ def load(path, target: Target) -> Drafter:
         raise ValueError(f"no drafter at {path}: train one with 'python train.py fit', or pass --drafter none")
     except Exception as error:  # truncated file, other shapes, other keys: the remedy is the same
         raise ValueError(f"{path} is not a drafter for this target ({' '.join(str(error).split())[:200]}): restore or retrain it")
-    return drafter.to(target.device).eval().requires_grad_(False).pack()
+    drafter = drafter.to(target.device).eval().requires_grad_(False)
+    return drafter.pack() if packed else drafter
+
+
+def shift_confidence(path, by: float):
+    """Add to the confidence head's bias in a drafter's file; nothing else in it moves."""
+    with safe_open(path, framework="pt") as f:
+        tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
+    tensors["confidence.bias"] = tensors["confidence.bias"].float() + by
+    save_file(tensors, f"{path}.part", metadata=metadata)
+    os.replace(f"{path}.part", path)
 
 
 def tiny_drafter(target: Target, gamma=3, head="markov", K=None, seed=1) -> Drafter:

@@ -420,6 +420,31 @@ def fit_sts(confidence, accepted, bins=15):
     return temperatures
 
 
+def shifted(confidence, by):
+    """sigmoid(logit(c) + by), the confidences that a head with a bias higher by so much would give."""
+    c = np.clip(unit(confidence, "confidence"), EPS, 1 - EPS)
+    return 1 / (1 + np.exp(np.log1p(-c) - np.log(c) - by))
+
+
+def fit_shift(confidence, accepted):
+    """The shift that makes mean confidence true, over all positions that were reached: (n, G) raw c_k and accepted as in fit_sts.
+
+    Temperature alone cannot do that: it pulls towards one half, whatever the truth is. This shift is also the maximum of the
+    likelihood; the mean rises with it, so it is found by bisection.
+
+    >>> c = np.full((4, 1), 0.8)
+    >>> round(float(shifted(c, fit_shift(c, [[1], [1], [0], [0]]))[0, 0]), 6)
+    0.5
+    """
+    c, y = checked(confidence), unit(accepted, "accepted")
+    reached = np.hstack((np.ones((len(y), 1)), y[:, :-1])) > 0  # x_k was judged: all before it had passed
+    low, high = -20.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if shifted(c, middle)[reached].mean() < y[reached].mean() else (low, middle)
+    return (low + high) / 2
+
+
 def apply_sts(confidence, temperatures):
     """confidence (.., G'), temperatures (G,) with G' <= G -> calibrated, float64, same shape."""
     # Checked here because the clip in temper would hide it from schedule.

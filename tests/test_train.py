@@ -741,27 +741,43 @@ def test_refitted_confidence_fits_fresh_text(monkeypatch):
     assert {n for n, p in drafter.named_parameters() if not torch.equal(p, before[n])} == {"confidence.weight", "confidence.bias"}
 
 
-def test_calibrate_fits_sts_on_every_second_question_and_keeps_the_record(monkeypatch, tmp_path, capsys):
-    """From a file of questions alone, no training data; temperatures that are done are not redone unless asked."""
+def test_calibrate_fits_bias_and_sts_on_every_second_question(monkeypatch, tmp_path, capsys):
+    """From a file of questions alone, no training data. The bias makes mean confidence true over what was reached, the other weights
+    keep their bytes, and the rest of the record stays."""
     target = tiny_target(tied=False)
     monkeypatch.setattr(smollm2, "load", lambda path=None, dtype=torch.float32, **kw: (target, None))
     monkeypatch.setattr(smollm2, "chat", lambda encoding, text: [ord(c) % V for c in text])
     drafting.save(drafting.tiny_drafter(target, 3, K=40), tmp_path / "dspark.safetensors")
-    (tmp_path / "dspark.json").write_text(json.dumps(dict(kept="as it was")))
+    drafting.shift_confidence(tmp_path / "dspark.safetensors", 3.0)  # promises far too much
+    (tmp_path / "dspark.json").write_text(json.dumps(dict(kept="as it was", calibration={"0.3": [1, 1, 1]})))
     questions = [f"question {i}" for i in range(40)]
     (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(dict(prompt=q)) for q in questions))
-    asked, decode = [], train.study.decode
+    asked, decode, before = [], train.study.decode, drafting.load(tmp_path / "dspark.safetensors", target)
     monkeypatch.setattr(train.study, "decode", lambda t, d, prompts, temperature, **kw: asked.append((temperature, prompts))
                         or decode(t, d, prompts, temperature, **kw))
-    command = ("--out", tmp_path, "calibrate", "--questions", tmp_path / "q.jsonl", "--max-new-tokens", 40, "--temperatures")
-    run(monkeypatch, *command, 1.0)
-    assert asked == [(1.0, [[ord(c) % V for c in q] for q in questions[::2]])]
+    run(monkeypatch, "--out", tmp_path, "calibrate", "--questions", tmp_path / "q.jsonl", "--max-new-tokens", 40, "--temperatures", 1.0, 0.5)
+    asked_ids = [[ord(c) % V for c in q] for q in questions[::2]]
+    assert asked == [(1.0, asked_ids), (0.5, asked_ids)]
     record = json.loads((tmp_path / "dspark.json").read_text())
-    assert record["kept"] == "as it was" and len(record["calibration"]["1.0"]) == 3
-    run(monkeypatch, *command, 1.0, 0.5)
-    assert [t for t, _ in asked] == [1.0, 0.5]
-    run(monkeypatch, *command, 1.0, "--again")
-    assert [t for t, _ in asked] == [1.0, 0.5, 1.0]
+    assert record["kept"] == "as it was" and set(record["calibration"]) == {"1.0", "0.5"} and len(record["calibration"]["1.0"]) == 3
+    after = drafting.load(tmp_path / "dspark.safetensors", target)
+    moved = {n for (n, a), (_, b) in zip(before.named_parameters(), after.named_parameters()) if not torch.equal(a, b)}
+    assert moved == {"confidence.bias"} and (after.confidence.bias < before.confidence.bias - 1).all()
+    found = [train.study.whole(decode(target, after, asked_ids, t, max_new_tokens=40)) for t in (1.0, 0.5)]
+    c, o = (np.concatenate(x) for x in zip(*found))
+    reached = np.hstack((np.ones((len(o), 1)), o[:, :-1])) > 0
+    assert c[reached].mean() == pytest.approx(o[reached].mean(), abs=1e-3)  # the same draws: confidence decides nothing here
     (tmp_path / "dspark.json").write_text("[]")
-    refused(monkeypatch, capsys, "is not a drafter's record", *command, 1.0)
+    refused(monkeypatch, capsys, "is not a drafter's record", "--out", tmp_path, "calibrate", "--questions", tmp_path / "q.jsonl")
     refused(monkeypatch, capsys, "cannot read", "--out", tmp_path, "calibrate", "--questions", tmp_path / "none")
+
+
+def test_refit_changes_the_confidence_of_a_file_and_drops_its_calibration(tiny, monkeypatch, tmp_path, capsys):
+    write_shards(tmp_path, [120])
+    run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *SMALL, "--updates", 2)
+    drafting.shift_confidence(tmp_path / "dspark.safetensors", 4.0)
+    path = tmp_path / "dspark.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(calibration={"1.0": [1, 1, 1]})))
+    run(monkeypatch, "--data", tmp_path, "--out", tmp_path, "refit")
+    record = json.loads(path.read_text())
+    assert "calibration" not in record and record["confidence_refitted"]["error_after"] < record["confidence_refitted"]["error_before"] - 0.1
