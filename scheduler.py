@@ -458,13 +458,16 @@ def apply_sts(confidence, temperatures):
 # --- Measuring
 
 
-def profile(step, points, least=3, most=7, tolerance=0.1, clock=time.perf_counter):
+def profile(step, points, least_seconds=3.0, least=3, most=7, tolerance=0.1, clock=time.perf_counter):
     """Seconds of step(*point) for every point, and the noise in them. step returns when the work has
     finished (on a GPU: synchronise in it), and really does what its point says. clock is for tests.
 
     Rounds over all points are repeated until the typical spread of a point (interquartile range over
-    median) is within `tolerance`, or `most` times: the noise returned says which it was.
+    median) is within `tolerance`, or `most` times: the noise returned says which it was. And for
+    `least_seconds`, or 40 times: one request's points differ by a few per cent, where three samples of
+    each would leave cliffs that are not there, and Algorithm 1 stops at the first.
     """
+    begin = clock()
     for point in points:
         step(*point)  # warm-up: the first call of a shape may allocate, compile or autotune
     rounds = []
@@ -480,7 +483,8 @@ def profile(step, points, least=3, most=7, tolerance=0.1, clock=time.perf_counte
         if not middle.min() > 0:
             raise ValueError("a step took no time: it must return only when its work has finished")
         noise = float(np.median((high - low) / middle))
-        if len(rounds) >= least and noise <= tolerance or len(rounds) >= most:
+        settled = len(rounds) >= least and noise <= tolerance or len(rounds) >= most
+        if settled and (clock() - begin >= least_seconds or len(rounds) >= 40):
             return middle, noise
 
 

@@ -254,7 +254,7 @@ def refit(args):
     record.pop("calibration", None)  # it was for the old head
     write_record(record_path, record | dict(confidence_refitted=dict(dialogues=len(held_out[::2]), error_before=before["confidence_error"],
                                                                      error_after=after["confidence_error"])))
-    print(f"mean |c - c*| on the other held-out dialogues: {before['confidence_error']:.3f} before, {after['confidence_error']:.3f} after")
+    print(f"mean |c - c*| on the other held-out dialogues: {before['confidence_error']} before, {after['confidence_error']} after")
 
 
 def prepare(args):

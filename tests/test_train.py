@@ -773,7 +773,7 @@ def test_calibrate_fits_bias_and_sts_on_every_second_question(monkeypatch, tmp_p
 
 
 def test_refit_changes_the_confidence_of_a_file_and_drops_its_calibration(tiny, monkeypatch, tmp_path, capsys):
-    write_shards(tmp_path, [120])
+    write_shards(tmp_path, [300])
     run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *SMALL, "--updates", 2)
     drafting.shift_confidence(tmp_path / "dspark.safetensors", 4.0)
     path = tmp_path / "dspark.json"
