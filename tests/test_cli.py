@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -555,12 +556,13 @@ def test_summarize_where_nothing_was_decoded():
 
 
 @pytest.mark.parametrize("gamma, wanted", [
-    (1, ["plain", "fixed 1", "threshold 0.4 of 1", "scheduled 1"]),
-    (2, ["plain", "fixed 2", "threshold 0.4 of 2", "scheduled 2"]),
-    (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 4", "scheduled 7"]),
+    (1, ["plain", "fixed 1", "threshold 0.4 of 1", "scheduled 1", "adaptive 1"]),
+    (2, ["plain", "fixed 2", "threshold 0.4 of 2", "scheduled 2", "adaptive 2"]),
+    (7, ["plain", "fixed 4", "fixed 7", "threshold 0.4 of 7", "scheduled 4", "scheduled 7", "adaptive 7"]),
 ])
 def test_policies_measured(tiny, gamma, wanted, monkeypatch):
-    monkeypatch.setattr(cli, "cached_costs", lambda target, drafter, n, gamma, *rest: [float("nan")] + [1.0] * (n * (1 + gamma)))
+    flat = lambda target, drafter, n, gamma, *rest: scheduler.Costs(np.ones((n + 1, gamma + 1)), np.zeros((n + 1, gamma + 1)))  # noqa: E731
+    monkeypatch.setattr(cli, "cached_costs", flat)
     setup = cli.Setup(tiny, tiny_drafter(tiny, 7), BYTES, {})
     names = bench.policies(setup, argparse.Namespace(gamma=gamma, threshold=0.4, policies=None), 0.0)
     assert list(names) == wanted and names["plain"] == (None, None, None)
@@ -580,7 +582,7 @@ def test_bench_from_end_to_end(small, call, monkeypatch, tmp_path):
     last = json.loads(out.splitlines()[-1])
     assert code in (0, None) and "\x1b" not in out and "every policy gave the ids of plain decoding" in out
     assert set(last) == {"rows", "machine"} and set(last["machine"]) >= {"processor", "threads", "dtype", "torch", "date"}
-    names = ["plain", "fixed 3", "threshold 0.4 of 3", "scheduled 3"]
+    names = ["plain", "fixed 3", "threshold 0.4 of 3", "scheduled 3", "adaptive 3"]
     assert [(r["temperature"], r["policy"], r["domain"]) for r in last["rows"]] == [
         (t, p, d) for t in (0.0, 1.0) for p in names for d in ("x", "y", "macro")]
     assert all(r["tau"] == r["speedup"] == 1 for r in last["rows"] if r["policy"] == "plain")
