@@ -780,4 +780,4 @@ def test_refit_changes_the_confidence_of_a_file_and_drops_its_calibration(tiny, 
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(calibration={"1.0": [1, 1, 1]})))
     run(monkeypatch, "--data", tmp_path, "--out", tmp_path, "refit")
     record = json.loads(path.read_text())
-    assert "calibration" not in record and record["confidence_refitted"]["error_after"] < record["confidence_refitted"]["error_before"] - 0.1
+    assert "calibration" not in record and record["confidence_refitted"]["error_after"] < record["confidence_refitted"]["error_before"] - 0.05
