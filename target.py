@@ -278,8 +278,8 @@ class Target(nn.Module):
         return self.norm(x), torch.cat(features, dim=-1) if features else x.new_zeros(len(x), 0)
 
 
-def packed_product(weight):
-    """x -> x weight^T (weight (out, in) bf16 on a CPU), with the weight reordered once for the processor's matrix kernels; None
+def packed_product(weight, bias=None):
+    """x -> x weight^T + bias (weight (out, in) bf16 on a CPU), with the weight reordered once for the processor's matrix kernels; None
     where that cannot be had.
 
     F.linear hands oneDNN the plain layout, and for a few rows it then moves 270 MB of weights at a third of the speed that the
@@ -290,10 +290,10 @@ def packed_product(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)  # 8: rows to expect, a hint
 
         def product(x):
-            return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
         probe = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).to(weight.dtype)
-        return product if torch.allclose(product(probe), F.linear(probe, weight), rtol=0.02, atol=0.02) else None
+        return product if torch.allclose(product(probe), F.linear(probe, weight, bias), rtol=0.02, atol=0.02) else None
     except (RuntimeError, AttributeError, NotImplementedError):  # another PyTorch, another processor
         return None
 
@@ -303,7 +303,7 @@ def pack(module):
     reads them; a model that is moved or cast afterwards would go on using the old ones."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu" and layer.weight.numel():
-            if (product := packed_product(layer.weight)) is not None:
+            if (product := packed_product(layer.weight, layer.bias)) is not None:
                 layer.forward = product  # on this instance: __call__ finds it first
 
 

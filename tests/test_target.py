@@ -479,3 +479,13 @@ def test_a_packed_product_that_is_wrong_or_missing_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses, raising=False)
     target.pack(model)
     assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+def test_a_packed_layer_keeps_its_bias():
+    """The confidence head has one, and a confidence without it is wrong by a constant that no test of the law would see."""
+    layer = torch.nn.Linear(64, 32).bfloat16().requires_grad_(False)
+    layer.bias.fill_(3.0)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wanted = layer(x)
+    target.pack(layer)
+    assert (layer(x) - wanted).abs().max() < 0.05 and wanted.mean() > 2
