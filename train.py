@@ -392,9 +392,9 @@ def calibrate(args):
     """Make a drafter's confidence hold where cycles really begin, on every second of the held-out questions; the others are for
     'bench.py reliability', which reports.
 
-    Blocks of real decoding, verified whole, at each temperature. Training saw random places of a text, but a cycle begins where the
-    last draft failed, and such places are harder: first the head's bias is shifted by what that costs, once for all temperatures
-    (not in the paper). Then STS, once per temperature (Sec. 3.2.1).
+    Blocks of real decoding, verified whole, at each temperature: training saw random places of a text, but a cycle begins where the
+    last draft failed. First the head's bias is shifted so that mean confidence is true there, once for all temperatures (not in
+    the paper; small after a refit). Then STS, once per temperature (Sec. 3.2.1).
     """
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
     questions = [text for _, text in corpus.read_prompts(args.questions)][::2]
