@@ -385,10 +385,10 @@ EPS = 2.0**-24
 GRID = [10.0 ** (i / 100) for i in sorted(range(-100, 101), key=abs)]
 
 
-def temper(c, t):
-    """sigmoid(logit(c) / t): t > 1 pulls towards 0.5, t < 1 pushes away; order is kept."""
+def temper(c, t, by=0.0):
+    """sigmoid((logit(c) + by) / t): t > 1 pulls towards 0.5, t < 1 pushes away; order is kept."""
     c = np.clip(c, EPS, 1 - EPS)
-    return 1 / (1 + np.exp((np.log1p(-c) - np.log(c)) / t))
+    return 1 / (1 + np.exp((np.log1p(-c) - np.log(c) - by) / t))
 
 
 def fit_sts(confidence, accepted, bins=15):
@@ -422,8 +422,7 @@ def fit_sts(confidence, accepted, bins=15):
 
 def shifted(confidence, by):
     """sigmoid(logit(c) + by), the confidences that a head with a bias higher by so much would give."""
-    c = np.clip(unit(confidence, "confidence"), EPS, 1 - EPS)
-    return 1 / (1 + np.exp(np.log1p(-c) - np.log(c) - by))
+    return temper(unit(confidence, "confidence"), 1.0, by)
 
 
 def fit_shift(confidence, accepted):

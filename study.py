@@ -391,10 +391,9 @@ def threshold(setup, prompts, args, console):
     name, drafter = first_drafter(setup, args)
     rows, sts = [], {t: cli.nearest_sts(setup, t) for t in args.temperatures}
     for temperature in args.temperatures:
-        calibrated = (lambda c: c) if sts[temperature] is None else (lambda c, s=sts[temperature]: scheduler.apply_sts(c, s))
         for cut in np.arange(0, 0.85, 0.1).round(1).tolist():
             runs = run_all(setup, drafter, prompts, temperature, args, f"threshold {cut}",
-                           policy=lambda c, cut=cut, calibrated=calibrated: scheduler.threshold(calibrated(c), cut))
+                           policy=lambda c, cut=cut, s=sts[temperature]: scheduler.threshold(scheduler.calibrated(c, s), cut))
             for domain in [*dict.fromkeys(d for d, _ in prompts), "all"]:
                 mine = [b for (d, _), bs in zip(prompts, runs) if domain in (d, "all") for b in bs]
                 v, a = (np.concatenate([getattr(b, x) for b in mine]) for x in ("verified", "accepted"))
