@@ -28,6 +28,7 @@ import drafter as drafting
 import dspark
 import scheduler
 import smollm2
+from baselines import CopyFirst
 from target import keep_freed_memory
 from verify import logits_to_probs, verify_tokens
 
@@ -54,7 +55,7 @@ def parse(argv):
                         "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
-    p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none")
+    p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none; NAME+copy: copy where the text repeats (CopyFirst)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
@@ -109,9 +110,11 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
     model, encoding = smollm2.load(target, dtype, device, max_len)
     if drafter == "none":
         return Setup(model, None, encoding, {})
-    path = find_drafter(drafter)
+    copies = str(drafter).endswith("+copy")
+    path = find_drafter(drafter.removesuffix("+copy") if copies else drafter)
     drafter = drafting.load(path, model)
-    return Setup(model, drafter, encoding, read_calibration(path, drafter.gamma))
+    calibration = read_calibration(path, drafter.gamma)
+    return Setup(model, CopyFirst(drafter, calibration), encoding, {}) if copies else Setup(model, drafter, encoding, calibration)
 
 
 def read_calibration(path: Path, gamma: int) -> dict:
@@ -181,6 +184,7 @@ def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=No
     block, context. A noisy measurement is used, having nothing better, but not kept. show(verify, draft, noise) is called with the points.
     """
     # what the arithmetic depends on is the shapes, not the values of the weights
+    drafter = getattr(drafter, "network", drafter)  # of CopyFirst: copying costs next to nothing
     models = hashlib.sha1(repr((target.config, drafter.config, len(drafter.draft_ids))).encode()).hexdigest()[:12]
     key = (f"{platform.node()} torch {torch.__version__} models {models} {target.dtype} {target.device} threads "
            f"{torch.get_num_threads()} slots {slots} G {gamma} context {context}")

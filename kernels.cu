@@ -1,12 +1,13 @@
 /*
 kernels.cu: lossless verification as one fused CUDA kernel, from the target's raw logits to accepted length and next token
-(DSpark, arXiv 2607.05147, Sec. 2.1). It is verify.py's rule, and verify.py is its reference: same uniforms, same ids.
+(DSpark, arXiv 2607.05147, Sec. 2.1). It is verify.py's rule, and verify.py is its reference: same uniforms, same ids
+(but where u is within rounding of an edge of the CDF).
 
     n_accepted, next_token = verify_tokens(softmax(logits / temperature), p_draft, tokens, verify_len, u, draft_ids)
 
 In PyTorch that softmax and what follows pass about ten times over memory, and write probabilities that are read once.
-Here a row of logits is read for its normaliser, again (from cache) where a residual is drawn, and nothing V wide is written.
-The rows after a request's first rejection are never read at all.
+In version 3 a row of logits is read for its normaliser (the sum of its exponentials), again where a residual is drawn, and in no
+version is anything V wide written, or a row after a request's first rejection read at all.
 
 Versions, from naive to fast. Times: still to be measured, there was no GPU at hand (docs/kernel.md counts bytes and floors).
     1  one thread per request          plain C in a loop: read this one to learn the rule
@@ -17,11 +18,22 @@ Build    nvcc -O3 -std=c++17 -arch=sm_90 -cubin -Xptxas -v kernels.cu        sec
          verify.py builds it with the binding at the end of this file, once, through torch.utils.cpp_extension
 Test     python -m pytest tests/test_kernels.py      runs this very source on a CPU, no GPU needed
 
-CUDA in a few words. A kernel is a function that many threads run at once. 32 of them form a warp and move in step, several
-warps form a block, which shares a small fast memory and can wait for its own threads (__syncthreads). Blocks run in any order,
-a few per multiprocessor at a time: one may never wait for a block that has not begun.
+CUDA in a few words. A kernel (__global__) is a function that many threads run at once; __device__ marks what it may call.
+kernel<<<blocks, threads, 0, stream>>>(..) starts that many blocks of that many threads; kernels of one stream run one after the
+other. A thread knows its blockIdx.x, its threadIdx.x in the block, and blockDim.x, the threads per block.
+    warp    32 neighbouring threads of a block, in step. If their 32 addresses are neighbours too, memory answers them together,
+            else piece by piece. They can read each other's variables (__shfl_.._sync).
+    block   several warps on one multiprocessor, with a small fast memory in common (__shared__) and a barrier: __syncthreads
+            lets none pass before all have come.
+    global  memory is all the rest: every block sees it, and a load takes some thousand clocks. atomicAdd and its like change a
+            number in one indivisible step and return the old one. __threadfence: what I wrote before it is seen before what I
+            write after it.
+An H200 has 132 multiprocessors with room for 2,048 threads each. Blocks begin in any order, as room comes free: one may never
+wait for a block that has not begun.
 
 Letters  R requests, G draft positions, V vocabulary, K drafter's vocabulary, N = sum(1 + verify_len) rows, C chunks per row.
+         In README's picture G = 7 and verify_len = 4: five rows. Row 0, the target's word after x0, judges tokens[0] = x1; row 4 is
+         for the token after x4 (the bonus), drawn if all four pass. After a rejection the token drawn is called the correction.
 Limits   temperature yes; top-k and top-p need a sort, verify.py sends such requests through PyTorch.
 */
 #include <math.h>
@@ -54,7 +66,8 @@ struct Batch {  // everything in global memory, row-major; outputs last
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The rule, the same for all versions
+// The rule, the same for all versions. On a first reading skip to version 1 and come back for each name.
+// template <typename T>: written once, compiled for float and for bf16.
 
 struct bf16 {
     uint16_t bits;  // the upper half of a float: that is all there is to it
@@ -108,7 +121,6 @@ struct Row {
     // Sum of the weights of ids [from, to). In double: near 1 a float sum moves in steps larger than a tail token's weight.
     __device__ double mass(int from, int to) const {
         double sum = 0;
-        if (from >= to) return sum;
         int column = p_draft ? first_column(from) : 0;
         for (int v = from; v < to; v++) sum += weight(v, column);
         return sum;
@@ -117,7 +129,6 @@ struct Row {
     // that does; then the last id with any weight. Never an id of weight 0; -1 if all have none.
     __device__ int walk(int from, int to, double running, double point) const {
         int last = -1;
-        if (from >= to) return last;
         int column = p_draft ? first_column(from) : 0;
         for (int v = from; v < to; v++) {
             const float w = weight(v, column);
@@ -131,7 +142,7 @@ struct Row {
 };
 
 __device__ inline bool is_normaliser(double sum) {
-    // The row's maximum adds 1, so a healthy sum is at least that. NaN logits leave NaN, as do +inf and nothing but -inf.
+    // The row's maximum adds 1, so a healthy sum is at least that. NaN or +inf leave NaN; nothing but -inf leaves NaN or (version 3) 0.
     return sum > 0 && sum < INFINITY;
 }
 
@@ -142,7 +153,7 @@ __device__ inline int first_row(const Batch& b, int r) {  // where the packed ro
 }
 
 __device__ inline int refuse(const Batch& b, int r, int first) {
-    // The asserts of verify_tokens. The host must not wait for the GPU only to read these numbers, so they are looked at here.
+    // The asserts of verify_tokens on values, but for draft_ids' order. The host must not wait for the GPU only to read these numbers, so they are looked at here.
     const float t = b.temperature[r];
     const int64_t len = b.verify_len[r];
     bool good = t >= 0 && t < INFINITY && len >= 0 && len <= b.G && first + len < b.N;
@@ -183,9 +194,9 @@ __device__ inline void finish(const Batch& b, int r, int n_accepted, int id, int
 // ---------------------------------------------------------------------------------------------------------------------
 // Version 1: one thread per request. No thread knows of another: this is the rule, left to right, as one would write it in C.
 //
-// Cost: R threads on a chip that has room for over 200,000, so almost all of it idles, and each thread waits for memory again and
-// again. The threads of a warp read addresses V apart: 32 pieces of memory for one load instruction, of each 2 or 4 bytes used at
-// a time. And every row is passed over twice before its token can be judged.
+// Against PyTorch it writes nothing V wide and stops at the first rejection. Cost: R threads on a chip with room for 270,000,
+// each waiting for memory again and again. A warp's threads read whole requests apart, so one load touches 32 pieces of memory
+// and uses 2 or 4 bytes of each. And every row is passed over twice before its token can be judged, twice more for the draw.
 
 template <typename T>
 __global__ void verify1(Batch b) {
@@ -198,20 +209,22 @@ __global__ void verify1(Batch b) {
         Row<T> row = row_of<T>(b, r, first, k);
         int best = 0;
         for (int v = 0; v < b.V; v++) {  // pass 1: the maximum, so that the largest exponential is 2^0
+            // strict: the lowest id among equals
             if (to_float(row.logits[v]) > row.top) row.top = to_float(row.logits[v]), best = v;
         }
         const double sum = row.mass(0, b.V);  // pass 2: the normaliser
         if (!is_normaliser(sum)) return finish(b, r, k, -1, BAD_LOGITS);
         if (b.temperature[r] == 0) row.best = best;
         if (k < len) {
-            row.unit = row.best < 0 ? (float)(1 / sum) : 1.0f;
+            row.unit = (float)(1 / sum);
             const Verdict verdict = judge(b, r, k, row);
             if (verdict == BROKEN) return finish(b, r, k, -1, BAD_DRAFT);
             if (verdict == ACCEPTED) continue;
             row.p_draft = draft_row(b, r, k);  // the correction comes from the residual
         }
         // k == len: every scheduled token passed, and a plain draw follows (the bonus). p_draft stays null.
-        double total = row.mass(0, b.V);  // pass 3
+        double total = row.mass(0, b.V);  // pass 3 (for a bonus the same sum again: version 2 saves it)
+        // NaN or -inf in p_draft. (A +inf at another id than the token's has weight 0, and is not looked for; verify.py refuses it.)
         if (!(total < INFINITY)) return finish(b, r, k, -1, BAD_DRAFT);
         if (total == 0) {  // not in the paper: rounding left no residual, so the two are equal, and p_target is the answer
             row.p_draft = nullptr;
@@ -226,14 +239,15 @@ __global__ void verify1(Batch b) {
 // What the threads of one block do together
 
 struct Shared {
-    float warp_top[BLOCK / 32];
-    double warp_sum[BLOCK / 32];
-    int least, first, last, id, entry, chunk, arrived_last;
-    double base;
+    float warp_top[BLOCK / 32];      // block_max: one per warp
+    double warp_sum[BLOCK / 32];     // block_sum, pick: likewise
+    int least, first, last, id;      // block_min; pick: first piece past point, last with mass; draw's result
+    int entry, chunk, arrived_last;  // version 3: what take() got; did this block bring the entry's last chunk?
+    double base;                     // pick: the mass before the piece
 };
 
 __device__ inline float block_max(float x, Shared& s) {
-    // In a warp: exchange with the thread 16 away, then 8, 4, 2, 1, and all 32 hold the maximum. Registers only, no memory.
+    // In a warp: take the x of thread number ^ 16, then ^ 8, 4, 2, 1, and all 32 hold the maximum (0xffffffff: all 32 take part).
     for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
     if (threadIdx.x % 32 == 0) s.warp_top[threadIdx.x / 32] = x;
     __syncthreads();  // all warps have written
@@ -265,8 +279,9 @@ __device__ inline int block_min(int x, Shared& s) {
 // Thread i holds the mass of the i-th piece of a distribution. Which piece holds point? Returns its number (-1 if there is no
 // mass at all), and leaves the mass before it in s.base.
 __device__ inline int pick(double mass, double point, Shared& s) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double after = mass;  // becomes the sum of pieces 0..i: first within the warp, by doubling the reach
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;  // place in the warp, and which warp
+    double after = mass;  // becomes the sum of pieces 0..i: first within the warp, by doubling the reach:
+    // d = 1: sums of 2; d = 2: of 4; .. d = 16: of 32
     for (int d = 1; d < 32; d *= 2) {
         const double before = __shfl_up_sync(0xffffffffu, after, d);
         if (lane >= d) after += before;
@@ -290,7 +305,8 @@ __device__ inline int pick(double mass, double point, Shared& s) {
 }
 
 // Draw from ids [from, to) of a row, where point is measured from their beginning. The ids are dealt out in contiguous slices,
-// one per thread; a slice is picked by its mass, and its thread walks it.
+// one per thread; a slice is picked by its mass, and its thread walks it. Contiguous, as the CDF runs in id order: a warp's reads
+// are not neighbours here, but it happens once per request.
 template <typename T>
 __device__ int draw(const Row<T>& row, int from, int to, double point, Shared& s) {
     const int slice = (to - from + BLOCK - 1) / BLOCK;
@@ -309,11 +325,11 @@ __device__ int draw(const Row<T>& row, int from, int to, double point, Shared& s
 // It fixes version 1's idle chip and wasted reads: BLOCK threads share every pass over a row, thread i taking elements i,
 // i + BLOCK, ..., so that the 32 threads of a warp read 32 neighbours, which memory delivers together.
 //
-// Cost: the row is passed over for its maximum, then again for its sum; every load instruction fetches 2 or 4 bytes; and R blocks
-// keep R multiprocessors busy: at R = 1 the other 131 of an H200 look on.
+// Cost: a row is passed over for its maximum, then for its sum (greedy: and for its argmax); a thread's load fetches 2 or 4 bytes;
+// a residual searches draft_ids once per id; and R blocks keep R multiprocessors busy: at R = 1, 131 of an H200's 132 look on.
 
 template <typename T>
-__global__ void __launch_bounds__(BLOCK, 4) verify2(Batch b) {
+__global__ void __launch_bounds__(BLOCK, 4) verify2(Batch b) {  // 4 blocks on a multiprocessor: at most 64 registers a thread
     SHARED(Shared, s);
     const int r = blockIdx.x, i = threadIdx.x;
     // Decisions are taken by all threads alike, from the same numbers: a __syncthreads that only some reach is a deadlock.
@@ -334,12 +350,12 @@ __global__ void __launch_bounds__(BLOCK, 4) verify2(Batch b) {
         sum = block_sum(sum, s);
         if (!is_normaliser(sum)) { error = BAD_LOGITS; break; }
         if (b.temperature[r] == 0) {  // the lowest id among equals, as in the reference
-            int mine = b.V;
+            int mine = b.V;  // downwards, so that what stays is the thread's lowest
             for (int v = b.V - 1 - i; v >= 0; v -= BLOCK) if (to_float(row.logits[v]) == row.top) mine = v;
             row.best = block_min(mine, s);
         }
         if (k < len) {
-            row.unit = row.best < 0 ? (float)(1 / sum) : 1.0f;
+            row.unit = (float)(1 / sum);
             const Verdict verdict = judge(b, r, k, row);
             if (verdict == BROKEN) { error = BAD_DRAFT; break; }
             if (verdict == ACCEPTED) continue;
@@ -352,7 +368,7 @@ __global__ void __launch_bounds__(BLOCK, 4) verify2(Batch b) {
             if (!(total < INFINITY)) { error = BAD_DRAFT; break; }
             if (total == 0) row.p_draft = nullptr;
         }
-        if (!row.p_draft) total = row.best < 0 ? sum * row.unit : 1;
+        if (!row.p_draft) total = row.best < 0 ? sum * row.unit : 1;  // a plain draw: its total is known, no pass needed
         id = draw(row, 0, b.V, b.u[(size_t)r * (b.G + 1) + b.G] * total, s);
         break;
     }
@@ -371,11 +387,11 @@ __global__ void __launch_bounds__(BLOCK, 4) verify2(Batch b) {
 //     verdict  the block that brings in an entry's last chunk combines the results, judges the token, and either appends
 //              the request's next entry or draws next_token and is done with it
 //
-// A block that finds no entry waits for it. It holds a later ticket than all items in the queue, and those are held by blocks
+// A block that finds no entry waits for it. It holds a later ticket (take's item number) than all items in the queue, and those are held by blocks
 // that run and wait for nothing, so it never waits in vain, however few blocks fit on the chip. Rows nobody wants are not read.
 
 struct Work {  // version 3's scratch in global memory, laid out by lay_out()
-    int C, chunk;           // chunks per row, at most BLOCK; ids per chunk
+    int C, width;           // chunks per row, at most BLOCK as one thread takes one (verify3); ids per chunk
     double *sum, *residual; // (R, C) per chunk: sum of exponentials against its own maximum; mass of the residual
     float *top;             // (R, C) per chunk: its maximum
     float *row_top, *unit;  // (R,) of the row whose residual is being drawn: maximum, 1 / normaliser
@@ -384,14 +400,15 @@ struct Work {  // version 3's scratch in global memory, laid out by lay_out()
     int *taken, *appended, *done;  // items taken, entries appended, requests finished
 };
 
-// One thread's maximum, and its sum of exponentials against that maximum. When the maximum rises, the sum shrinks to match.
+// One thread's maximum, and its sum of exponentials against that maximum. When the maximum rises, the sum shrinks to match. Logits 1, 3
+// at scale 1: after 1 top = 1, sum = 1; at 3 top = 3, sum = 1 * 2^(1-3) + 1. The same sum as in two passes.
 struct Online {
     float top = -INFINITY;
     double sum = 0;
 
     template <typename T>
     __device__ void add(const T* x, int n, float scale) {
-        float high = to_float(x[0]);
+        float high = to_float(x[0]);  // fmaxf skips NaN; the sum below keeps it
         for (int i = 1; i < n; i++) high = fmaxf(high, to_float(x[i]));
         if (high > top) {
             sum *= exp2f((top - high) * scale);  // the first time: 0 * 2^-inf = 0
@@ -418,13 +435,14 @@ template <typename T>
 __device__ Online scan(const T* x, int n, float scale) {  // n elements, shared out among the block
     Online online;
     const int per_load = 16 / sizeof(T), i = threadIdx.x;
-    // 16-byte loads need addresses that are multiples of 16. Rows begin anywhere, as V need not be a multiple of 8: what comes
+    // 16-byte loads need addresses that are multiples of 16. Rows and chunks begin anywhere: what comes
     // before the first such address, and what is left after the last whole load, is done one by one.
     const int head = min(n, (int)((16 - (uintptr_t)x % 16) % 16 / sizeof(T)));
     const int loads = (n - head) / per_load, tail = head + loads * per_load;
     if (i < head) online.add(x + i, 1, scale);
     const uint4* body = (const uint4*)(x + head);
-    const int ahead = 4;  // loads in flight per thread: memory answers after a thousand clocks, ask early
+    const int ahead = 4;  // loads in flight per thread: memory answers after a thousand clocks, ask early. So two loops
+    // below, unrolled: all four are under way before the first is used
     for (int j = i; j < loads; j += ahead * BLOCK) {
         Pack<T> pack[ahead];
 #pragma unroll
@@ -461,7 +479,7 @@ __global__ void __launch_bounds__(BLOCK) prepare3(Batch b, Work w) {  // one blo
     for (int r = threadIdx.x; r < b.R; r += BLOCK) {
         w.first[r] = first_row(b, r);
         const int error = refuse(b, r, w.first[r]);
-        finish(b, r, 0, -1, error ? error : BAD_LOGITS);  // n_accepted = 0: from here on it is also the current row's k
+        finish(b, r, 0, -1, error);  // no token yet, so not FINE yet; and n_accepted = 0: from here on it is also the current row's k
         if (error) atomicAdd(w.done, 1); else append(w, r, false);
     }
 }
@@ -476,8 +494,8 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
         if (s.entry == 0) return;
         const int r = (s.entry - 1) / 2, c = s.chunk;
         const bool residual = (s.entry - 1) % 2;
-        const int k = (int)b.n_accepted[r], len = (int)b.verify_len[r];
-        const int from = min(b.V, c * w.chunk), to = min(b.V, from + w.chunk);
+        const int k = (int)b.n_accepted[r], len = (int)b.verify_len[r];  // k: counted up at each acceptance
+        const int from = min(b.V, c * w.width), to = min(b.V, from + w.width);
         Row<T> row = row_of<T>(b, r, w.first[r], k);
         const float scale = row.scale;
 
@@ -489,7 +507,7 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
             if (i == 0) w.top[r * w.C + c] = top, w.sum[r * w.C + c] = sum;
         } else {
             row.top = w.row_top[r], row.unit = w.unit[r], row.p_draft = draft_row(b, r, k);
-            double mass = 0;  // 8 ids in a row per thread: one search in draft_ids serves all of them
+            double mass = 0;  // 8 ids side by side per thread: one search in draft_ids serves all of them
             for (int v = from + 8 * i; v < to; v += 8 * BLOCK) mass += row.mass(v, min(to, v + 8));
             mass = block_sum(mass, s);
             if (i == 0) w.residual[r * w.C + c] = mass;
@@ -500,7 +518,7 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
             if (s.arrived_last) __threadfence();  // first the word of all others, then their results
         }
         __syncthreads();
-        if (!s.arrived_last) continue;
+        if (!s.arrived_last) continue;  // all others are counted in: their results are read only from here on
 
         // the last block in: all chunks of the row, one per thread, in order of c, not of arrival: every run gives the same bits
         const float top = i < w.C ? w.top[r * w.C + i] : -INFINITY;
@@ -515,12 +533,12 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
             if (b.temperature[r] == 0) {  // the argmax is in the first chunk that has the maximum: look there again
                 const int chunk = block_min(i < w.C && top == row.top ? i : w.C, s);
                 int mine = b.V;
-                for (int v = min(b.V, (chunk + 1) * w.chunk) - 1 - i; v >= chunk * w.chunk; v -= BLOCK)
+                for (int v = min(b.V, (chunk + 1) * w.width) - 1 - i; v >= chunk * w.width; v -= BLOCK)
                     if (to_float(row.logits[v]) == row.top) mine = v;
                 row.best = block_min(mine, s);
             }
             if (k < len) {
-                row.unit = row.best < 0 ? (float)(1 / total) : 1.0f;
+                row.unit = (float)(1 / total);
                 const Verdict verdict = judge(b, r, k, row);
                 if (verdict == BROKEN) {
                     if (i == 0) finish(b, r, k, -1, BAD_DRAFT), atomicAdd(w.done, 1);
@@ -543,13 +561,13 @@ __global__ void __launch_bounds__(BLOCK, 4) verify3(Batch b, Work w) {  // 4 blo
                 continue;
             }
             if (all_left > 0) mass = left, total = all_left;
-            else row.p_draft = nullptr, row.unit = 1;  // rounding left nothing: a plain draw, whose masses are at hand
+            else row.p_draft = nullptr, row.unit = 1;  // rounding left nothing: a plain draw; the chunks' sums are at hand, not normalised: unit 1
         }
         int id = row.best;
         if (id < 0) {  // pick a chunk, then an id in it; only that chunk is read once more
             const double point = b.u[(size_t)r * (b.G + 1) + b.G] * total;
             const int chunk = pick(mass, point, s);
-            if (chunk >= 0) id = draw(row, chunk * w.chunk, min(b.V, (chunk + 1) * w.chunk), point - s.base, s);
+            if (chunk >= 0) id = draw(row, chunk * w.width, min(b.V, (chunk + 1) * w.width), point - s.base, s);
         }
         if (i == 0) finish(b, r, k, id, FINE), atomicAdd(w.done, 1);
     }
@@ -568,7 +586,7 @@ inline int chunks_per_row(int R, int V, int multiprocessors) {
 inline size_t lay_out(Work& w, char* base, const Batch& b, int C) {  // -> bytes of scratch; with base, the pointers too
     const size_t R = b.R, chunks = R * C, entries = R * (b.G + 1);
     w.C = C;
-    w.chunk = (b.V + C - 1) / C;
+    w.width = (b.V + C - 1) / C;
     w.sum = (double*)base, w.residual = w.sum + chunks;
     w.top = (float*)(w.residual + chunks), w.row_top = w.top + chunks, w.unit = w.row_top + R;
     w.first = (int*)(w.unit + R), w.arrived = w.first + R, w.queue = w.arrived + R;
@@ -584,7 +602,8 @@ void launch(int version, const Batch& b, int C, char* scratch, int multiprocesso
     if (version == 3) {
         Work w;
         lay_out(w, scratch, b, C);
-        const int items = b.R * C, room = 4 * multiprocessors;
+        const int items = b.R * C, room = 4 * multiprocessors;  // room: blocks that run at once, see verify3's launch bounds
+        // Same stream: verify3 begins when prepare3 has ended, and sees what it wrote.
         LAUNCH(prepare3, 1, BLOCK, stream)(b, w);
         LAUNCH(verify3<T>, items < room ? items : room, BLOCK, stream)(b, w);
     }
@@ -612,7 +631,7 @@ std::vector<torch::Tensor> verify_tensors(const torch::Tensor& logits, const tor
     TORCH_CHECK(logits.dim() == 2 && tokens.dim() == 2, "logits must be (N, V) and tokens (R, G)");
     const int64_t N = logits.size(0), V = logits.size(1), R = tokens.size(0), G = tokens.size(1);
     const int64_t K = draft_ids ? draft_ids->size(0) : V;
-    TORCH_CHECK(V > 0 && V < 1 << 30 && N < 1 << 30 && R * (G + 1) < 1 << 29, "too large for 32-bit counters");
+    TORCH_CHECK(V > 0 && V < 1 << 30 && N < 1 << 30 && R * (G + 1) < 1 << 22, "too large for 32-bit counters");
     TORCH_CHECK(version >= 1 && version <= 3, "version must be 1, 2 or 3");
     auto check = [&](const char* name, const torch::Tensor& t, torch::ScalarType type, c10::IntArrayRef shape) {
         TORCH_CHECK(t.device() == logits.device() && t.is_cuda() && t.is_contiguous(), name, " must be contiguous, on the logits' GPU");

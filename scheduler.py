@@ -39,7 +39,7 @@ temperatures and sps must be fixed before the cycle starts.
 Known limits of Algorithm 1: the drafter's time is not in Theta, so a cycle that verifies nothing
 still pays for its draft; and where SPS is a staircase the early stop can sit in a local optimum (with
 a cliff at SPS(2), R = 1 never verifies anything). Adaptive has neither. Not in the paper, chosen
-here: Adaptive, the bins and grid of STS, how costs are measured, and what is refused.
+here: Adaptive, the bins and grid of STS and what decides within noise, how costs are measured, and what is refused.
 
 Run alone: python -m doctest scheduler.py (silent when the examples hold).
 """
@@ -393,7 +393,7 @@ def temper(c, t, by=0.0):
 
 def fit_sts(confidence, accepted, bins=15):
     """Temperatures (G,) from n held-out blocks: positions left to right, each by a 1-D grid search
-    for the least ECE of the running product a_k, the temperatures before it fixed.
+    for the least ECE of the running product a_k (within noise: the least Brier score), those before it fixed.
 
     confidence  (n, G) raw conditional c_k.
     accepted    (n, G) what a_k predicts: 1 if draft token k AND all before it passed, else 0. Rows
@@ -412,10 +412,15 @@ def fit_sts(confidence, accepted, bins=15):
     if n < 10 * bins:
         raise ValueError(f"{n} blocks are too few for {bins} bins: collect {10 * bins} or more")
     temperatures = np.ones(G)
+    noise = 0.25 * np.sqrt(bins / n)
     before = np.ones(n)  # calibrated a_{k-1}
     for k in range(G):
-        error = [ece(before * temper(c[:, k], t), y[:, k], bins) for t in GRID]
-        temperatures[k] = GRID[int(np.argmin(error))]
+        a = [before * temper(c[:, k], t) for t in GRID]
+        error = np.array([ece(x, y[:, k], bins) for x in a])
+        # ECE is blind to sharpness: t = 10 makes every c_k one half, and where half of them pass that is perfect, and no use to a
+        # scheduler. So among temperatures that ECE cannot tell apart on so few blocks, the one with the least Brier score (ours).
+        score = [brier(x, y[:, k]) if e <= error.min() + noise else np.inf for x, e in zip(a, error)]
+        temperatures[k] = GRID[int(np.argmin(score))]
         before *= temper(c[:, k], temperatures[k])
     return temperatures
 

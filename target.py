@@ -139,16 +139,17 @@ class KVCache:
             x[slot, :end] = 0
 
     def read(self, layer, rows):
-        """Views (S, L, J, d) over the slots and positions that any row can see; nothing is copied."""
-        lo, hi, L = rows.lo, rows.hi, rows.length
-        return self.k[layer][lo:hi, :L], self.v[layer][lo:hi, :L]
+        """(S, L, J, d) over the slots of the grid and the positions that any row can see; views where the slots are a run."""
+        return self.k[layer][rows.grid_slots, : rows.length], self.v[layer][rows.grid_slots, : rows.length]
 
 
 class Rows:
     """N packed rows of several requests: where each belongs, and the padded (S, T) grid in which attention sees them.
 
     slots, positions (N,) int64, sorted by slot. Everything outside attention works on the N real rows, so padding costs
-    nothing there, and since only real rows are written to the cache, padding can never touch a neighbour.
+    nothing there, and since only real rows are written to the cache, padding can never touch a neighbour. The grid spans the slots
+    from the first to the last, of which attention reads the cache in place; unless most of those have no row (two prompts that begin
+    in slots 3 and 60): then it holds only those that have, and their part of the cache is copied.
     sees (N,): the last cached position a row may look at; by default its own (causal). A draft block looks at all of itself.
     """
 
@@ -158,19 +159,22 @@ class Rows:
         assert slot_list == sorted(slot_list), "rows must be sorted by slot"  # else the grid would mix requests, silently
         assert slot_list[0] >= 0 and min(position_list) >= 0, "negative slot or position"
         sees_list = position_list if sees is None else sees.tolist()
-        self.lo, self.hi, self.length = slot_list[0], slot_list[-1] + 1, max(sees_list) + 1
-        counts = [0] * (self.hi - self.lo)
-        column = []  # a row's place among the rows of its slot
+        lo, self.hi, self.length = slot_list[0], slot_list[-1] + 1, max(sees_list) + 1
+        used = list(dict.fromkeys(slot_list))
+        sparse = 2 * len(used) < self.hi - lo
+        line = {s: i for i, s in enumerate(used if sparse else range(lo, self.hi))}  # slot -> its line of the grid
+        self.grid_slots = torch.tensor(used, device=slots.device) if sparse else slice(lo, self.hi)
+        counts, index = [0] * len(line), []
         for s in slot_list:
-            column.append(counts[s - self.lo])
-            counts[s - self.lo] += 1
-        S, self.T, N = len(counts), max(counts), len(slot_list)
+            index.append((line[s], counts[line[s]]))  # a row's place: its line, and among the rows of its slot
+            counts[line[s]] += 1
+        self.S, self.T, N = len(line), max(counts), len(slot_list)
         first = position_list[0]
-        consecutive = S == 1 and position_list == list(range(first, first + N))
+        consecutive = self.S == 1 and position_list == list(range(first, first + N))
         self.one_run = (slot_list[0], first, first + N) if consecutive else None
-        self.full = S * self.T == N  # every slot has the same number of rows: the grid is a reshape
+        self.full = self.S * self.T == N  # every slot has the same number of rows: the grid is a reshape
         if not self.full:
-            self.index = (slots - self.lo) * self.T + torch.tensor(column, device=slots.device)  # (N,) places in the grid
+            self.index = torch.tensor([i * self.T + k for i, k in index], device=slots.device)  # (N,) places in the grid
         self.all_seen = self.full and min(sees_list) == self.length - 1
         self.sees, self.dtype = positions if sees is None else sees, dtype
 
@@ -183,17 +187,16 @@ class Rows:
             return None
         sees = self.sees
         if not self.full:
-            sees = sees.new_zeros((self.hi - self.lo) * self.T).index_copy(0, self.index, sees)  # a padded row sees key 0
+            sees = sees.new_zeros(self.S * self.T).index_copy(0, self.index, sees)  # a padded row sees key 0
         hidden = torch.arange(self.length, device=sees.device) > sees[:, None]  # (S * T, L)
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=sees.device).masked_fill_(hidden, float("-inf"))
         return mask.view(-1, self.T, self.length)
 
     def to_grid(self, x):
         """(N, ..) -> (S, T, ..)"""
-        S = self.hi - self.lo
         if self.full:
-            return x.view(S, self.T, *x.shape[1:])
-        return x.new_zeros(S * self.T, *x.shape[1:]).index_copy(0, self.index, x).view(S, self.T, *x.shape[1:])
+            return x.view(self.S, self.T, *x.shape[1:])
+        return x.new_zeros(self.S * self.T, *x.shape[1:]).index_copy(0, self.index, x).view(self.S, self.T, *x.shape[1:])
 
     def from_grid(self, x):
         """(S, T, D) -> (N, D)"""

@@ -285,7 +285,14 @@ def prepare(args):
     coverage = counts[draft_ids].sum().item() / counts.sum().item()
     config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank, args.anchor_state)
     # trained weights in fp32 with products in bf16 (autocast), frozen ones in bf16 throughout
-    drafter = drafting.from_target(config, target, draft_ids).float()
+    if args.start:
+        drafter = drafting.load(args.start, target, packed=False).float().requires_grad_(True)
+        if drafter.config != config:
+            raise ValueError(f"{args.start} is another kind of drafter ({drafter.config}): give its options to 'fit' as well")
+        draft_ids = drafter.draft_ids  # W1 and W2 have a row for each of these
+        coverage = counts[draft_ids].sum().item() / counts.sum().item()
+    else:
+        drafter = drafting.from_target(config, target, draft_ids).float()
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
     facts |= dict(parameters=sum(p.numel() for p in drafter.parameters()), dialogues=len(training), answer_tokens=counts.sum().item(),
                   draft_coverage=coverage, trained_positions=args.updates * args.batch * args.anchors * args.gamma)
@@ -442,6 +449,7 @@ def main():
     g.set_defaults(run=corpus.generate)
     f = commands.add_parser("fit", help="train a drafter")
     f.add_argument("--name", default="dspark")
+    f.add_argument("--start", type=Path, help="a drafter's file to go on from (default: the target's last layers)")
     f.add_argument("--updates", type=int, default=2500)
     f.add_argument("--batch", type=int, default=16, help="dialogues an update")
     f.add_argument("--anchors", type=int, default=32, help="blocks a dialogue")

@@ -2,10 +2,14 @@
 Tests of baselines.py. The law of the output with an Eagle drafter is in test_dspark.py, its gradients in test_train.py; here: that
 Eagle is the chain its docstring says, in decoding and in training, and that prompt lookup copies what it should.
 """
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
-from baselines import Eagle, PromptLookup
+import scheduler
+from baselines import CopyFirst, Eagle, PromptLookup, count_chances
 from drafter import DrafterConfig, tiny_drafter
 from dspark import Sampling, generate
 from target import tiny_target
@@ -134,7 +138,10 @@ def test_eagle_has_one_layer(target):
     ([7], 2, 0, [7, 7]),
 ])
 def test_what_is_copied(text, G, matched, copied):
-    assert PromptLookup(G).follow(text, G) == (matched, copied)
+    lookup = PromptLookup(G)
+    cache = lookup.new_cache(1, len(text))
+    lookup.extend(torch.tensor(text[:-1]), None, torch.zeros(len(text) - 1, dtype=torch.long), torch.arange(len(text) - 1), cache)
+    assert lookup.follow(cache, 0, text[-1], G) == (matched, copied)
 
 
 def test_prompt_lookup_through_the_engine(target):
@@ -168,3 +175,114 @@ def test_prompt_lookup_keeps_the_law():
     assert (law * n).min() > 5, "cells too small for the test"
     assert torch.special.gammaincc(torch.tensor(35 / 2, dtype=torch.float64), x / 2) > 1e-4
     assert sum(r.accepted_at[0] for r in results) > 100
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# copying first
+
+
+def copy_first(target, gamma=4, least=0.55, **kw):
+    drafter = CopyFirst(tiny_drafter(target, gamma=gamma, K=20, **kw))
+    drafter.least = least
+    return drafter
+
+
+def test_copies_where_the_text_repeats_and_asks_the_network_elsewhere(target):
+    """Request 0 repeats four tokens, request 1 repeats nothing: the first block is copied, the second is the network's, with its p_draft."""
+    drafter = copy_first(target)
+    prompts = [[1, 2, 3, 4] * 4 + [1], [7, 8, 9, 10]]
+    cache, alone = drafter.new_cache(2, 40), drafter.network.new_cache(2, 40)
+    rows = [(t, s, i) for s, p in enumerate(prompts) for i, t in enumerate(p[:-1])]
+    tokens, slots, positions = torch.tensor(rows).T
+    features = target(tokens, slots, positions, target.new_cache(2, 40), drafter.feature_layers)[1]
+    for d, c in ((drafter, cache), (drafter.network, alone)):
+        d.extend(tokens, features, slots, positions, c)
+    anchors, at, where = torch.tensor([1, 10]), torch.tensor([0, 1]), torch.tensor([16, 3])
+    u = torch.rand(2, 4, dtype=torch.float64)
+    draft = drafter.propose(anchors, at, where, cache, 4, u, 0.7)
+    wanted = drafter.network.propose(anchors[1:], at[1:], where[1:], alone, 4, u[1:], 0.7)
+    assert draft.tokens[0].tolist() == [2, 3, 4, 1] and draft.tokens[1].tolist() == wanted.tokens[0].tolist()
+    assert (draft.draft_ids[1:] > draft.draft_ids[:-1]).all()
+    full = torch.zeros(2, 4, V, dtype=draft.p_draft.dtype).index_copy(2, draft.draft_ids, draft.p_draft)
+    theirs = torch.zeros(1, 4, V, dtype=wanted.p_draft.dtype).index_copy(2, wanted.draft_ids, wanted.p_draft)
+    assert torch.equal(full[1], theirs[0].float().to(full.dtype))
+    assert full[0].argmax(-1).tolist() == [2, 3, 4, 1] and (full[0].sum(-1) == 1).all() and (full[0].amax(-1) == 1).all()
+    assert torch.equal(draft.confidence[1], wanted.confidence[0].float())
+    both = PromptLookup.chance[:, 12]  # a match of 12 tokens and more
+    assert (draft.confidence[0] - (0.3 * both[0] + 0.7 * both[1])).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("policy", [None, lambda c: np.full(len(c), 2)])
+def test_copying_first_changes_no_greedy_token_and_leaves_no_gap(target, policy):
+    """Ids are plain decoding's; both kinds of draft occur; and the network's context ends as if it had drafted all along."""
+    prompts = [[1, 2, 3, 4] * 4, [7, 8, 9], [5, 5, 5], [11, 3, 60, 2]]
+    sampling = [Sampling(0.0, max_new_tokens=40, eos=-1)] * len(prompts)
+    plain, cycles = generate(target, None, prompts, sampling=sampling), []
+    drafter, kept = copy_first(target), []
+    new_cache = drafter.new_cache
+
+    def spy(slots, max_len):
+        kept.append(new_cache(slots, max_len))
+        kept[-1].clear = lambda *a: None  # to look at it when all is over
+        return kept[-1]
+
+    drafter.new_cache = spy
+    asked = []
+    propose = drafter.network.propose
+    drafter.network.propose = lambda anchors, *a: asked.append(len(anchors)) or propose(anchors, *a)
+    fast = generate(target, drafter, prompts, sampling=sampling, policy=policy, on_cycle=lambda r, c: c and cycles.append(c))
+    assert [r.ids for r in fast] == [r.ids for r in plain]
+    assert 0 < sum(asked) < len(cycles), "some blocks are the network's and some are copies"
+    whole, rows = drafter.network.new_cache(len(prompts), 80), []
+    for slot, (p, r) in enumerate(zip(prompts, plain)):
+        rows += [(t, slot, i) for i, t in enumerate(p + r.ids[:-1])]
+    tokens, slots, positions = torch.tensor(rows).T
+    features = target(tokens, slots, positions, target.new_cache(len(prompts), 80), drafter.feature_layers)[1]
+    drafter.network.extend(tokens, features, slots, positions, whole)
+    for slot, (p, r) in enumerate(zip(prompts, plain)):
+        n = len(p + r.ids) - 8  # what was delivered for certain: the last cycle may have won more than was wanted
+        assert kept[0].lookup.text[slot][:n] == (p + r.ids)[:n]
+        for a, b in zip(kept[0].network.k + kept[0].network.v, whole.k + whole.v):
+            assert (a[slot, :n] - b[slot, :n]).abs().max() < EXACT
+
+
+def test_copying_first_keeps_the_law():
+    """The law of the second and third token at temperature 1 where blocks are copies, networks' or cut, by 10,000 seeds; false alarm 1 in 10,000."""
+    small, n = tiny_target(6, seed=1, tied=False).double(), 10000
+    drafter = CopyFirst(tiny_drafter(small, gamma=2, K=5))
+    drafter.least = 0.2  # matches of two tokens and more: the prompt's end is one, most first tokens end it
+    prompt = [3, 0, 2, 3, 0, 2, 3]
+    sampling = [Sampling(1.0, seed=i, max_new_tokens=3, eos=-1) for i in range(n)]
+    asked, propose = [], drafter.network.propose
+    drafter.network.propose = lambda anchors, *a: asked.append(len(anchors)) or propose(anchors, *a)
+    results = generate(small, drafter, [prompt] * n, sampling=sampling)
+    assert n / 10 < sum(asked) < 1.9 * n
+    pairs = torch.tensor([r.ids[0] * 6 + r.ids[1] for r in results]).bincount(minlength=36)
+    slots = torch.arange(6).repeat_interleave(8)
+    rows = torch.cat([torch.tensor(prompt).expand(6, 7), torch.arange(6)[:, None]], 1)
+    logits, _ = small(rows.flatten(), slots, torch.arange(8).repeat(6), small.new_cache(6, 8))
+    p = logits_to_probs(logits.view(6, 8, 6), 1.0)
+    law = (p[0, 6][:, None] * p[:, 7]).flatten()
+    rare = n * law < 5  # too few for the test: together, one cell
+    pairs, law = torch.cat([pairs[~rare], pairs[rare].sum()[None]]), torch.cat([law[~rare], law[rare].sum()[None]])
+    x = ((pairs - n * law) ** 2 / (n * law)).sum()
+    assert (n * law).min() > 5 and torch.special.gammaincc(torch.tensor((len(law) - 1) / 2, dtype=torch.float64), x / 2) > 1e-4
+
+
+def test_the_networks_confidence_is_calibrated_by_the_nearest_temperature(target):
+    network = tiny_drafter(target, gamma=3, K=20)
+    drafter = CopyFirst(network, {0.0: np.array([2.0, 2.0, 2.0]), 1.0: np.array([0.5, 1.0, 4.0])})
+    c = torch.tensor([[0.9, 0.6, 0.2], [0.9, 0.6, 0.2]])
+    got = drafter.calibrated(c, torch.tensor([0.2, 0.8]))
+    assert np.allclose(got[0], scheduler.apply_sts(c[0], np.array([2.0, 2.0, 2.0])), atol=1e-6)
+    assert np.allclose(got[1], scheduler.apply_sts(c[1], np.array([0.5, 1.0, 4.0])), atol=1e-6)
+    assert torch.equal(drafter.calibrated(c, 0.0), drafter.calibrated(c, torch.zeros(2)))
+
+
+def test_chances_are_counted_in_answers_alone():
+    """Two texts of which one repeats: after matches of 1 and 2 tokens every copy is right; prompts are not counted."""
+    text = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 9])
+    d = [SimpleNamespace(ids=text, answer=3, temperature=0.0), SimpleNamespace(ids=text, answer=3, temperature=1.0)]
+    counted = count_chances(d, 0.0)
+    # places 3..7: matches of 1, 2, 3, 4, 5 tokens; the last goes on with 9, where 3 was copied
+    assert counted[:7] == [0, 1, 1, 1, 1, 0, 0]

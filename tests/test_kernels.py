@@ -578,7 +578,7 @@ FAULTS = {
     "prefix sum without the warps before": ("plain", "    after += before;\n    // The same", 1, "    // The same"),
     "head skipped": ("plain", "    if (i < head) online.add(x + i, 1, scale);\n", 1, ""),
     "tail skipped": ("plain", "    if (tail + i < n) online.add(x + tail + i, 1, scale);\n", 1, ""),
-    "last chunk cut short": ("plain", "w.chunk = (b.V + C - 1) / C;", 1, "w.chunk = b.V / C;"),
+    "last chunk cut short": ("plain", "w.width = (b.V + C - 1) / C;", 1, "w.width = b.V / C;"),
     "sum not shrunk when the maximum rises": ("plain", "            sum *= exp2f((top - high) * scale);  // the first time: 0 * 2^-inf = 0\n", 1, ""),
     "chunks added without a common maximum": ("plain", "w.sum[r * w.C + i] * shrink(top, row.top, scale)", 1, "w.sum[r * w.C + i]"),
     "accepted at equality": ("plain", "(double)p_draft < (double)row.target(x)", 1, "(double)p_draft <= (double)row.target(x)"),
@@ -590,7 +590,7 @@ FAULTS = {
     "one element too far": ("address", "if (tail + i < n) online.add", 1, "if (tail + i <= n) online.add"),
     "16-byte loads from any address": ("address", "(16 - (uintptr_t)x % 16) % 16 / sizeof(T)", 1, "0 * (uintptr_t)x"),
     "scratch too small": ("address", "return (char*)(w.taken + 3) - base;", 1, "return (char*)(w.taken + 2) - base;"),
-    "shared memory for one warp too few": ("address", "    double warp_sum[BLOCK / 32];", 1, "    double warp_sum[BLOCK / 32 - 1];"),
+    "shared memory for one warp too few": ("address", "    double warp_sum[BLOCK / 32]; ", 1, "    double warp_sum[BLOCK / 32 - 1]; "),
 }
 
 

@@ -288,25 +288,29 @@ def test_only_real_rows_are_written(model):
 
 
 def test_all_three_ways_through_attention_agree(model):
-    """The same rows of slot 2 alone (a slice), beside as many of slot 3 (a reshape), and in ragged company (an index)."""
+    """The same rows of slot 2 alone (a slice), beside as many of slot 3 (a reshape), in ragged company (an index), and with most slots
+    between unused (a copy of the cache)."""
     company = {
         "alone": [],
         "equal": [(3, 10, rand_tokens(4, 5))],
         "shorter": [(3, 0, rand_tokens(1, 6))],
         "longer": [(0, 3, rand_tokens(9, 7)), (4, 25, rand_tokens(2, 8))],
+        "far": [(9, 7, rand_tokens(3, 7))],
+        "far and equal": [(11, 7, rand_tokens(4, 7))],
     }
     outs, ways = {}, {}
     for name, others in company.items():
-        cache, text = model.new_cache(5, MAX_LEN), rand_tokens(20, 4)
+        cache, text = model.new_cache(12, MAX_LEN), rand_tokens(20, 4)
         run(model, text[:16], cache, slot=2)
         for s, first, _ in others:
             run(model, rand_tokens(first, 9), cache, slot=s) if first else None
         tokens, slots, positions, places = pack([(2, 16, text[16:]), *others])
         rows = Rows(slots, positions, F64)
-        ways[name] = (rows.one_run is not None, rows.full)
+        ways[name] = (rows.one_run is not None, rows.full) + (rows.S == 2,) * torch.is_tensor(rows.grid_slots)
         logits, features = model(tokens, slots, positions, cache, feature_layers=(0, 1, 2))
         outs[name] = [logits[places[0]], features[places[0]], cache.k[2][2], cache.v[2][2]]
-    assert ways == {"alone": (True, True), "equal": (False, True), "shorter": (False, False), "longer": (False, False)}
+    assert ways == {"alone": (True, True), "equal": (False, True), "shorter": (False, False), "longer": (False, False),
+                    "far": (False, False, True), "far and equal": (False, True, True)}
     for name in company:
         assert all(gap(a, b) < EXACT for a, b in zip(outs["alone"], outs[name])), name
 
@@ -318,6 +322,8 @@ def test_all_three_ways_through_attention_agree(model):
     [(0, [4]), (1, [4]), (2, [4])],
     [(1, [0, 1]), (2, [8, 9])],
     [(0, [3, 4, 5]), (3, [20]), (4, [0, 1])],
+    [(1, [3, 4, 5]), (7, [20])],  # most slots between are unused
+    [(1, [3]), (7, [20])],
 ])
 def test_mask_shows_each_row_the_past_and_itself(parts):
     slots = torch.tensor([s for s, ps in parts for _ in ps])
@@ -325,15 +331,17 @@ def test_mask_shows_each_row_the_past_and_itself(parts):
     rows = Rows(slots, positions, torch.float32)
     ps = parts[0][1]
     assert rows.one_run == ((parts[0][0], ps[0], ps[-1] + 1) if len(parts) == 1 and ps[-1] - ps[0] == len(ps) - 1 else None)
-    assert (rows.lo, rows.hi, rows.length) == (slots[0], slots[-1] + 1, positions.max() + 1)
+    lines = [s for s, _ in parts] if torch.is_tensor(rows.grid_slots) else list(range(rows.grid_slots.start, rows.grid_slots.stop))
+    assert torch.is_tensor(rows.grid_slots) == (2 * len(parts) < parts[-1][0] + 1 - parts[0][0])
+    assert (lines[0], rows.hi, rows.length) == (slots[0], slots[-1] + 1, positions.max() + 1)
     assert torch.equal(visible(rows), torch.arange(rows.length) <= positions[:, None])
     if rows.mask is not None:  # a row without any key, real or padded, would be NaN
-        assert rows.mask.shape == (rows.hi - rows.lo, rows.T, rows.length) and (rows.mask == 0).any(-1).all()
+        assert rows.mask.shape == (len(lines), rows.T, rows.length) and (rows.mask == 0).any(-1).all()
     grid = rows.to_grid(torch.arange(len(slots)) + 1)
-    assert grid.shape == (rows.hi - rows.lo, rows.T)
+    assert grid.shape == (len(lines), rows.T)
     for s, ps in parts:  # each slot's rows stand first in its line of the grid, in order, and zeros after them
         line = (torch.arange(len(slots)) + 1)[slots == s].tolist()
-        assert grid[s - rows.lo].tolist() == line + [0] * (rows.T - len(line))
+        assert grid[lines.index(s)].tolist() == line + [0] * (rows.T - len(line))
     assert rows.from_grid(grid).tolist() == list(range(1, len(slots) + 1))
 
 
