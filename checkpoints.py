@@ -129,7 +129,7 @@ def drafter_config(folder, target: Target | None = None) -> dict:
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         raise ValueError(f"{path} is not the configuration of a model: fetch it again")
     if architecture not in (DSPARK, LLAMA, EAGLE):
-        raise ValueError(f"{folder}: unknown architecture {architecture}: drafters of class {DSPARK} (DSpark, DFlash) and {EAGLE} are read")
+        raise ValueError(f"{folder}: unknown architecture {architecture}: {DSPARK} (DSpark, DFlash) and {EAGLE} are read; choose one of those")
 
     def field(name, kind=int, default=None):
         value = c.get(name, default)
@@ -175,14 +175,15 @@ def drafter_config(folder, target: Target | None = None) -> dict:
         t = target.config
         for name, ours in dict(hidden_size=t.d_model, vocab_size=t.vocab_size, num_target_layers=t.n_layers).items():
             if c.get(name, ours) != ours:
-                raise ValueError(f"{folder} was made for another target: its {name} is {c[name]}, this target's {ours}; choose the pair's --target")
+                raise ValueError(f"{folder} was made for another target: its {name} is {c[name]}, this target's is {ours}; choose another")
     if not layers or not all(isinstance(i, int) for i in layers) or layers != sorted(set(layers) & set(range(-1, depth - 1))):
-        raise ValueError(f"{path}: target_layer_ids {layers} must rise within -1..{depth - 2}, the target's layers but its last")
+        raise ValueError(f"{path}: target_layer_ids {layers} must rise within -1..{depth - 2} (never the target's last): choose another")
     if not 0 <= out["mask_token_id"] < out["vocab_size"] or not 1 <= out["draft_vocab_size"] <= out["vocab_size"]:
-        raise ValueError(f"{path}: mask_token_id {out['mask_token_id']} or draft_vocab_size {out['draft_vocab_size']} lies outside the vocabulary")
+        raise ValueError(f"{path}: mask_token_id {out['mask_token_id']} or draft_vocab_size {out['draft_vocab_size']} lies outside the "
+                         "vocabulary: fetch it again, or export it again")
     if min(out[x] for x in ("block_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")) < 1 or (
             out["num_attention_heads"] % out["num_key_value_heads"] or out["head_dim"] % 2 or out["markov_rank"] < 0):
-        raise ValueError(f"{path}: sizes that cannot be: {out}")
+        raise ValueError(f"{path}: heads, layers, block or rank that cannot be: fetch it again, or export it again")
     return out
 
 
@@ -191,28 +192,26 @@ def drafter_tensors(folder, target: Target):
     folder = Path(folder)
     index, opened = folder / "model.safetensors.index.json", {}
     try:
-        where = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-    except (ValueError, KeyError, TypeError):
+        where = dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else None  # name -> shard
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{index} is broken: fetch it again")
 
     def get(name, *shape):
-        file = folder / (where.get(name, "") if where else "model.safetensors")
-        if where and name not in where:
-            raise ValueError(f"{folder} lacks the tensor {name}: fetch it again, or export it again")
+        file = folder / ("model.safetensors" if where is None else str(where.get(name, "")))
         try:
-            if file not in opened:
+            if file != folder and file not in opened:
                 opened[file] = safe_open(file, framework="pt")
-                opened[file, "names"] = set(opened[file].keys())
-            if name not in opened[file, "names"]:
-                raise ValueError(f"{file} lacks the tensor {name}: fetch it again, or export it again")
+            if file == folder or name not in opened[file].keys():
+                raise ValueError(f"{folder} lacks the tensor {name}: fetch it again, or export it again")
             tensor = opened[file].get_tensor(name)
         except FileNotFoundError:
             raise ValueError(f"{folder} lacks the file {file.name}: fetch the whole folder")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is broken ({' '.join(str(error).split())[:100]}): fetch it again")
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, but by config.json it is {shape}: they are not of one model")
-        return tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
+            raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, but by config.json it is {shape}: fetch both again")
+        # a copy, even in the same dtype: what is mapped would go with the file, and lies where products round differently
+        return tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     return get
 
@@ -288,7 +287,7 @@ def limits(drafter) -> list[str]:
     """What an engine will have to say to this drafter's folder, one line each; as read in their sources, not tried."""
     notes = []
     if not drafter.target_config.qk_norm:
-        notes.append(f"no q/k norm (a Llama-family target's layers): the folder's class is {LLAMA}, which this project reads and engines refuse")
+        notes.append(f"no q/k norm (a Llama-family target's layers): the folder's class is {LLAMA}, which no engine knows")
     if len(drafter.draft_ids) < drafter.target_config.vocab_size:
         notes.append("a reduced draft vocabulary (d2t): vLLM reads it, the format's own code does not")
     if drafter.config.head in ("gated", "rnn"):

@@ -54,7 +54,7 @@ def parse(argv):
                         "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
-    p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), a checkpoint folder, or none")
+    p.add_argument("--drafter", help="safetensors file, its name in weights/ (default: dspark), a checkpoint folder, or none")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
@@ -93,8 +93,10 @@ def find_drafter(name) -> Path:
     """A file or a checkpoint folder, or the name of one in weights/; None: the default."""
     if name is None:
         return DRAFTER
+    if "." in str(name) or "/" in str(name):
+        return Path(name)
     named = DRAFTER.with_name(f"{name}.safetensors")
-    return Path(name) if "." in str(name) or "/" in str(name) or Path(name).is_dir() and not named.exists() else named
+    return Path(name) if Path(name).is_dir() and not named.exists() else named
 
 
 def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -> Setup:

@@ -499,7 +499,7 @@ def main():
     e = commands.add_parser("export", help="write a drafter as a checkpoint folder in the DeepSpec format")
     e.add_argument("folder", type=Path, metavar="DIR")
     e.add_argument("--name", default="dspark")
-    e.add_argument("--mask-token-id", type=int, help="whose embedding will be the mask vector (default: an id that no text has)")
+    e.add_argument("--mask-token-id", type=int, help="whose embedding will be the mask vector (default: one that no text has)")
     e.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="fp32: every value as it is; bf16: half the size, rounded")
     e.set_defaults(run=export)
     args = p.parse_args()
