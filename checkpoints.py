@@ -2,6 +2,11 @@
 
 Drafters   released DSpark, DFlash (rank 0) and Eagle-3 drafters in the DeepSpec format, read into Drafter or Eagle3 (--drafter DIR),
            and our drafters written in that format (python train.py export DIR), for serving engines that read it.
+Serving    Read in their sources and documentation, not tried here. vLLM takes the folder with
+               vllm serve TARGET --speculative-config '{"method": "dspark", "model": "DIR", "num_speculative_tokens": 7}'
+           (as many as block_size) and verifies by confidence with enable_adaptive_verification; SGLang with
+               python -m sglang.launch_server --model-path TARGET --speculative-algorithm DSPARK --speculative-draft-model-path DIR
+           Both pick the class by config.json's architectures. limits() says what a drafter has that they lack; docs/growing.md more.
 Errors     ValueError: one line that says what is missing or does not fit, and what to do.
 Letters    V vocabulary, K draft vocabulary, D width, m feature layers, r rank, H query heads, J key/value heads, d width of a head, F d_ff.
 Alone      python checkpoints.py DIR    (shapes of the drafter in a folder, without reading its weights)
@@ -43,8 +48,8 @@ ONLY = dict(attention_bias=(False, None), hidden_act=("silu", None), is_causal=(
 
 
 def load_drafter(folder, target: Target, packed=True) -> Drafter:
-    """Read a folder and put the drafter beside its target, as drafter.load() does with a file. Tensor by tensor in the target's dtype:
-    no second copy, and the target's own embedding and head in place of equal ones."""
+    """Read a folder and put the drafter beside its target, as drafter.load() does with a file. Tensor by tensor, cast as it is read,
+    and the target's own embedding and head in place of equal ones: nothing is in memory twice."""
     c = drafter_config(folder, target)
     get, t = drafter_tensors(folder, target), target.config
     V, D, r, K = t.vocab_size, t.d_model, c["markov_rank"], c["draft_vocab_size"]
@@ -52,7 +57,7 @@ def load_drafter(folder, target: Target, packed=True) -> Drafter:
                     d_ff=c["intermediate_size"], rope_base=c["rope_theta"], norm_eps=c["rms_norm_eps"], qk_norm=c["architecture"] != LLAMA)
     config = DrafterConfig(c["block_size"], c["num_hidden_layers"], c["target_layer_ids"], c["head"], r)
     draft_ids = torch.arange(V, device=target.device)
-    if K < V:
+    if K < V:  # d2t is an offset
         draft_ids = draft_ids[:K] + get("d2t", K).long()
         if not (draft_ids.diff() > 0).all() or not 0 <= draft_ids[0] <= draft_ids[-1] < V:
             raise ValueError(f"{folder}: d2t maps to {draft_ids.tolist()[:4]} ..: draft ids must rise within 0..{V - 1}; export it again")
@@ -129,7 +134,7 @@ def drafter_config(folder, target: Target | None = None) -> dict:
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         raise ValueError(f"{path} is not the configuration of a model: fetch it again")
     if architecture not in (DSPARK, LLAMA, EAGLE):
-        raise ValueError(f"{folder}: unknown architecture {architecture}: {DSPARK} (DSpark, DFlash) and {EAGLE} are read; choose one of those")
+        raise ValueError(f"{folder}: unknown architecture {architecture}: choose a {DSPARK} (DSpark, DFlash) or a {EAGLE}")
 
     def field(name, kind=int, default=None):
         value = c.get(name, default)
@@ -139,7 +144,7 @@ def drafter_config(folder, target: Target | None = None) -> dict:
 
     out = {name: field(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                                           "num_hidden_layers", "vocab_size")}
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # the newer and the older name; the newer holds the base as well
     c.setdefault("rope_theta", rope.get("rope_theta"))
     out |= dict(architecture=architecture, head_dim=field("head_dim", default=out["hidden_size"] // max(1, out["num_attention_heads"])),
                 rms_norm_eps=field("rms_norm_eps", float), rope_theta=field("rope_theta", (int, float)),
@@ -251,7 +256,8 @@ def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32,
             tensors[a + "q_norm.weight"], tensors[a + "k_norm.weight"] = layer.attn.q_norm.weight, layer.attn.k_norm.weight
         tensors[b + "mlp.gate_proj.weight"], tensors[b + "mlp.up_proj.weight"] = layer.mlp.gate_up.weight.chunk(2)
         tensors[b + "mlp.down_proj.weight"] = layer.mlp.down.weight
-        tensors[b + "input_layernorm.weight"], tensors[b + "post_attention_layernorm.weight"] = layer.attn_norm.weight, layer.mlp_norm.weight
+        tensors[b + "input_layernorm.weight"] = layer.attn_norm.weight
+        tensors[b + "post_attention_layernorm.weight"] = layer.mlp_norm.weight
     if c.rank:
         # (V, r): ids that share a row get a copy each
         tensors["markov_head.markov_w1.weight"] = drafter.head.W1.weight[drafter.w1_row]
@@ -284,14 +290,16 @@ def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32,
 
 
 def limits(drafter) -> list[str]:
-    """What an engine will have to say to this drafter's folder, one line each; as read in their sources, not tried."""
+    """Why vLLM or SGLang would not take this drafter's folder, one line each; as read in their sources, not tried."""
     notes = []
     if not drafter.target_config.qk_norm:
         notes.append(f"no q/k norm (a Llama-family target's layers): the folder's class is {LLAMA}, which no engine knows")
     if len(drafter.draft_ids) < drafter.target_config.vocab_size:
-        notes.append("a reduced draft vocabulary (d2t): vLLM reads it, the format's own code does not")
+        notes.append("a reduced draft vocabulary (d2t, draft_vocab_size): vLLM reads it, SGLang and the format's own code do not")
     if drafter.config.head in ("gated", "rnn"):
-        notes.append("vLLM's class has the vanilla head only: a gated or rnn head would not load there")
+        notes.append(f"a {drafter.config.head} head: their classes have the vanilla one only")
+    if drafter.config.head == "none" and drafter.confidence is not None:
+        notes.append("a confidence head without a sequential one: SGLang's class refuses that")
     return notes
 
 
