@@ -9,7 +9,7 @@ Serving    Read in their sources and documentation, not tried here. vLLM takes t
            Both pick the class by config.json's architectures. limits() says what a drafter has that they lack; docs/growing.md more.
 Errors     ValueError: one line that says what is missing or does not fit, and what to do.
 Letters    V vocabulary, K draft vocabulary, D width, m feature layers, r rank, H query heads, J key/value heads, d width of a head, F d_ff.
-Alone      python checkpoints.py DIR    (shapes of the drafter in a folder, without reading its weights)
+Alone      python checkpoints.py DIR    (what a drafter's config.json says, checked, without reading its weights)
 """
 import json
 import sys
@@ -44,12 +44,13 @@ from target import Target, rope_table
 DSPARK, LLAMA, EAGLE = "Qwen3DSparkModel", "LlamaDSparkModel", "Qwen3Eagle3Model"  # LLAMA is ours: no q/k norm, which no engine knows
 HEAD_TYPES = {"vanilla": "markov", "gated": "gated", "rnn": "rnn"}
 # what our layers cannot do, and a config may ask for: field, the only values that we can serve
-ONLY = dict(attention_bias=(False, None), hidden_act=("silu", None), is_causal=(False, None), causal=(False, None), use_swa=(False, None))
+ONLY = dict(rope_type=("default",), attention_bias=(False, None), hidden_act=("silu", None), is_causal=(False, None),
+            causal=(False, None), use_swa=(False, None))
 
 
 def load_drafter(folder, target: Target, packed=True) -> Drafter:
-    """Read a folder and put the drafter beside its target, as drafter.load() does with a file. Tensor by tensor, cast as it is read,
-    and the target's own embedding and head in place of equal ones: nothing is in memory twice."""
+    """Read a folder and put the drafter beside its target, as drafter.load() does with a file. Tensor by tensor, cast as it is read;
+    and where embedding or head equal the target's, those serve both: nothing stays in memory twice."""
     c = drafter_config(folder, target)
     get, t = drafter_tensors(folder, target), target.config
     V, D, r, K = t.vocab_size, t.d_model, c["markov_rank"], c["draft_vocab_size"]
@@ -71,8 +72,9 @@ def load_drafter(folder, target: Target, packed=True) -> Drafter:
 
     embed, head_rows = get("embed_tokens.weight", V, D), get("lm_head.weight", K, D)
     mask_id = c["mask_token_id"]
-    same = [torch.equal(embed[part], target.embed.weight[part]) for part in (slice(mask_id), slice(mask_id + 1, None))]
-    if not all(same):  # else the target's stays, whose row mask_id may differ: blocks begin with tokens, and that id is none
+    # the mask's row may differ and the target's embedding still serve: a block begins with a token, and that id is none
+    parts = [slice(None)] if mask_id is None else [slice(mask_id), slice(mask_id + 1, None)]
+    if not all(torch.equal(embed[part], target.embed.weight[part]) for part in parts):
         drafter.embed = embed
     if not torch.equal(head_rows, drafter.head_rows):
         drafter.head_rows = head_rows
@@ -122,13 +124,15 @@ def layer_state(get, c, shape, eagle):
 
 
 def drafter_config(folder, target: Target | None = None) -> dict:
-    """config.json -> the fields that matter, checked by themselves and against the target: sizes, architecture, head (our name),
-    rope_theta, and what a kind lacks filled in (rank 0, the whole vocabulary, no confidence head)."""
+    """config.json -> the fields that matter, checked by themselves and, if given, against the target: sizes, architecture, head (our
+    name), rope_theta, and what a kind lacks filled in (rank 0, the whole vocabulary, no confidence head)."""
     path = Path(folder) / "config.json"
     try:
         c = json.loads(path.read_text())
         c = {**(c.get("dflash_config") or {}), **c}  # some trainers keep the drafter's own fields in there
         architecture = (c.get("architectures") or [None])[0]
+        rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})  # the newer name holds the base as well
+        c |= dict(rope_type=rope.get("rope_type", rope.get("type", "default")), layer_types=list(c.get("layer_types") or []))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json: --drafter takes a checkpoint folder, a .safetensors file of train.py, or none")
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
@@ -144,52 +148,52 @@ def drafter_config(folder, target: Target | None = None) -> dict:
 
     out = {name: field(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                                           "num_hidden_layers", "vocab_size")}
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # the newer and the older name; the newer holds the base as well
-    c.setdefault("rope_theta", rope.get("rope_theta"))
     out |= dict(architecture=architecture, head_dim=field("head_dim", default=out["hidden_size"] // max(1, out["num_attention_heads"])),
-                rms_norm_eps=field("rms_norm_eps", float), rope_theta=field("rope_theta", (int, float)),
-                target_layer_ids=field("target_layer_ids", list), draft_vocab_size=c.get("draft_vocab_size") or out["vocab_size"],
-                markov_rank=0, head="none", mask_token_id=0, enable_confidence_head=False)
+                rms_norm_eps=field("rms_norm_eps", float), rope_theta=field("rope_theta", (int, float), rope.get("rope_theta")),
+                target_layer_ids=field("target_layer_ids", list), draft_vocab_size=field("draft_vocab_size", default=out["vocab_size"]),
+                markov_rank=0, head="none", mask_token_id=None, enable_confidence_head=False)
     if architecture == EAGLE:
         out |= dict(head="eagle", block_size=field("ttt_length"))
-        if out["num_hidden_layers"] != 1:
-            raise ValueError(f"{path}: {out['num_hidden_layers']} Eagle layers: only one can be drafted with; choose another checkpoint")
     else:
         out |= dict(block_size=field("block_size"), mask_token_id=field("mask_token_id"), markov_rank=field("markov_rank"),
                     enable_confidence_head=field("enable_confidence_head", bool))
-        if out["markov_rank"]:
-            kind = c.get("markov_head_type")
-            if kind not in HEAD_TYPES:
-                raise ValueError(f"{path}: unknown head type {kind!r}: {', '.join(HEAD_TYPES)} are known; choose another checkpoint")
-            out["head"] = HEAD_TYPES[kind]
-        if out["enable_confidence_head"]:
-            out["confidence_head_with_markov"] = field("confidence_head_with_markov", bool)
+    if out["markov_rank"]:
+        kind = c.get("markov_head_type")
+        if kind not in HEAD_TYPES:
+            raise ValueError(f"{path}: unknown head type {kind!r}: {', '.join(HEAD_TYPES)} are known; choose another checkpoint")
+        out["head"] = HEAD_TYPES[kind]
+    if out["enable_confidence_head"]:
+        out["confidence_head_with_markov"] = field("confidence_head_with_markov", bool)
+    check_drafter(path, c, out, target)
+    return out
 
-    # what is read right but would run wrong: refused, since a drafter that is only bad is hard to notice
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{path}: rope type {kind} is not supported in a drafter; choose a checkpoint without rope scaling")
+
+def check_drafter(path, c, out, target):
+    """What would be read without an error and run wrong, since a drafter that is only bad is hard to notice; and what cannot be."""
     for name, known in ONLY.items():
         if c.get(name) not in known:
             raise ValueError(f"{path}: {name} {c[name]!r} is not supported in a drafter; choose another checkpoint")
-    if any(x != "full_attention" for x in c.get("layer_types") or []):
-        raise ValueError(f"{path}: layer types {c['layer_types']} are not supported in a drafter: only full_attention; choose another")
-    layers = out["target_layer_ids"]
-    depth = target.config.n_layers if target else c.get("num_target_layers", 1000)
+    if any(x != "full_attention" for x in c["layer_types"]):
+        raise ValueError(f"{path}: layer types {c['layer_types']} are not supported in a drafter, only full_attention; choose another")
+    if out["head"] == "eagle" and out["num_hidden_layers"] != 1:
+        raise ValueError(f"{path}: {out['num_hidden_layers']} Eagle layers: only one can be drafted with; choose another checkpoint")
+    depth = c.get("num_target_layers")
     if target:
         t = target.config
         for name, ours in dict(hidden_size=t.d_model, vocab_size=t.vocab_size, num_target_layers=t.n_layers).items():
             if c.get(name, ours) != ours:
-                raise ValueError(f"{folder} was made for another target: its {name} is {c[name]}, this target's is {ours}; choose another")
-    if not layers or not all(isinstance(i, int) for i in layers) or layers != sorted(set(layers) & set(range(-1, depth - 1))):
-        raise ValueError(f"{path}: target_layer_ids {layers} must rise within -1..{depth - 2} (never the target's last): choose another")
-    if not 0 <= out["mask_token_id"] < out["vocab_size"] or not 1 <= out["draft_vocab_size"] <= out["vocab_size"]:
-        raise ValueError(f"{path}: mask_token_id {out['mask_token_id']} or draft_vocab_size {out['draft_vocab_size']} lies outside the "
-                         "vocabulary: fetch it again, or export it again")
+                raise ValueError(f"{path.parent} was made for another target: its {name} is {c[name]}, this one's {ours}; choose another")
+        depth = t.n_layers
+    layers, mask_id = out["target_layer_ids"], out["mask_token_id"] or 0
+    known = range(-1, depth - 1) if depth else layers
+    if not layers or not all(isinstance(i, int) for i in layers) or layers != sorted(set(layers) & set(known)):
+        raise ValueError(f"{path}: target_layer_ids {layers} must rise, from -1 on and without the target's last layer: choose another")
+    if not 0 <= mask_id < out["vocab_size"] or not 1 <= out["draft_vocab_size"] <= out["vocab_size"]:
+        raise ValueError(f"{path}: mask_token_id {mask_id} or draft_vocab_size {out['draft_vocab_size']} lies outside the vocabulary: "
+                         "fetch it again, or export it again")
     if min(out[x] for x in ("block_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")) < 1 or (
             out["num_attention_heads"] % out["num_key_value_heads"] or out["head_dim"] % 2 or out["markov_rank"] < 0):
         raise ValueError(f"{path}: heads, layers, block or rank that cannot be: fetch it again, or export it again")
-    return out
 
 
 def drafter_tensors(folder, target: Target):
@@ -318,4 +322,7 @@ def unused_id(encoding, vocab_size, used):
 
 
 if __name__ == "__main__":
-    print(json.dumps(drafter_config(sys.argv[1]), indent=1))
+    try:
+        print(json.dumps(drafter_config(*sys.argv[1:2]), indent=1))
+    except (ValueError, TypeError) as error:  # no folder, or not one of these
+        sys.exit(f"checkpoints.py DIR: {error}")

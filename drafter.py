@@ -11,6 +11,7 @@ State    a KVCache of its own. Its invariant: positions before the anchor hold k
          own are written at the anchor and after it, as scratch that the next extend() overwrites.
 Vocabulary  draft tokens come from draft_ids, the K most frequent ids (K = V: all); p_draft is zero elsewhere. Embedding and
          head are the target's, frozen; the K rows of the head are selected once. On a small model they are most of T_draft.
+         (A released drafter brings its own; so it may its layers' shape: checkpoints.py.)
 Letters  R requests, G draft positions, N rows, D width, m feature layers, V vocabulary, K draft vocabulary, r rank.
 Alone    python drafter.py    (a tiny random drafter proposes for a tiny random target)
 """

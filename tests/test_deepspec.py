@@ -446,7 +446,9 @@ def test_wrong_and_partial_folders_give_one_line(target, tmp_path):
         "layers not rising": (c | dict(target_layer_ids=[1, 0]), w, "target_layer_ids"),
         "a field less": ({n: x for n, x in c.items() if n != "block_size"}, w, "block_size is None"),
         "a field of another kind": (c | dict(block_size="7"), w, "block_size is '7'"),
-        "rope scaling": (c | dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), w, "rope type yarn"),
+        "a draft vocabulary of another kind": (c | dict(draft_vocab_size="40"), w, "draft_vocab_size is '40'"),
+        "a draft vocabulary larger than the whole": (c | dict(draft_vocab_size=V + 1), w, "draft_vocab_size 65"),
+        "rope scaling": (c | dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), w, "rope_type 'yarn'"),
         "bias in attention": (c | dict(attention_bias=True), w, "attention_bias"),
         "sliding window": (c | dict(layer_types=["sliding_attention"] * 2), w, "sliding_attention"),
         "mask outside": (c | dict(mask_token_id=V), w, "mask_token_id 64"),
@@ -483,7 +485,7 @@ def test_wrong_and_partial_folders_give_one_line(target, tmp_path):
         line(folder, "index.json is broken")
     index.unlink()
     line(folder, "lacks the file model.safetensors")
-    for text in ("", "[]", '"x"', '{"architectures": 3}'):
+    for text in ("", "[]", '"x"', '{"architectures": 3}', '{"rope_scaling": "yarn"}', '{"layer_types": 3}', '{"dflash_config": 3}'):
         (folder / "config.json").write_text(text)
         line(folder, "not the configuration of a model")
     (folder / "config.json").unlink()
