@@ -246,7 +246,20 @@ def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32,
         raise ValueError(f"mask token id {mask_token_id}: must be in 0..{t.vocab_size - 1}, an id that no text has")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder, or remove it")
-    V, K, H, J, d = t.vocab_size, len(drafter.draft_ids), t.n_heads, t.n_kv_heads, t.head_dim
+    # clones: parts of one matrix are tensors of their own there
+    tensors = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).clone(memory_format=torch.contiguous_format)
+               for name, w in format_tensors(drafter, mask_token_id).items()}
+    config = format_config(drafter) | dict(mask_token_id=mask_token_id, num_anchors=num_anchors, torch_dtype=str(dtype).split(".")[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    (folder / "model.safetensors.part").replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: without it the folder is no checkpoint
+
+
+def format_tensors(drafter, mask_token_id) -> dict:
+    """A drafter's weights under the format's names: layer_state() and the rest of load_drafter(), backwards."""
+    c, t, K = drafter.config, drafter.target_config, len(drafter.draft_ids)
+    H, J, d = t.n_heads, t.n_kv_heads, t.head_dim
     embed = drafter.embed.to(drafter.dtype).clone()
     embed[mask_token_id] = drafter.mask  # as an anchor that id would now look like a mask: why it must be an unused one
     tensors = {"embed_tokens.weight": embed, "lm_head.weight": drafter.head_rows, "fc.weight": drafter.context_proj.weight,
@@ -271,26 +284,26 @@ def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32,
             tensors |= {f"markov_head.{theirs}.{x}": getattr(getattr(drafter.head, ours), x) for x in ("weight", "bias")}
     if drafter.confidence is not None:
         tensors |= {f"confidence_head.proj.{x}": getattr(drafter.confidence, x) for x in ("weight", "bias")}
-    config = dict(
-        architectures=[DSPARK if t.qk_norm else LLAMA], model_type="qwen3" if t.qk_norm else "llama", torch_dtype=str(dtype).split(".")[1],
-        hidden_size=t.d_model, intermediate_size=t.d_ff, num_attention_heads=H, num_key_value_heads=J, head_dim=d, vocab_size=V,
-        num_hidden_layers=c.n_layers, num_target_layers=t.n_layers, rms_norm_eps=t.norm_eps, rope_theta=t.rope_base, hidden_act="silu",
-        max_position_embeddings=t.max_len, attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False, use_sliding_window=False,
-        sliding_window=None, layer_types=["full_attention"] * c.n_layers, target_layer_ids=list(c.feature_layers), block_size=c.gamma,
-        mask_token_id=mask_token_id, num_anchors=num_anchors, markov_rank=c.rank, enable_confidence_head=drafter.confidence is not None,
-        confidence_head_with_markov=drafter.confidence is not None and c.rank > 0)
+    if K < t.vocab_size:
+        tensors["d2t"] = drafter.draft_ids - torch.arange(K, device=drafter.draft_ids.device)
+    return tensors
+
+
+def format_config(drafter) -> dict:
+    """config.json but for what export_drafter() is told: the drafter's own fields, then those of Qwen3 that its class reads."""
+    c, t, K, confidence = drafter.config, drafter.target_config, len(drafter.draft_ids), drafter.confidence is not None
+    config = dict(architectures=[DSPARK if t.qk_norm else LLAMA], model_type="qwen3" if t.qk_norm else "llama", block_size=c.gamma,
+                  target_layer_ids=list(c.feature_layers), num_target_layers=t.n_layers, markov_rank=c.rank,
+                  enable_confidence_head=confidence, confidence_head_with_markov=confidence and c.rank > 0)
     if c.rank:
         config["markov_head_type"] = {ours: theirs for theirs, ours in HEAD_TYPES.items()}[c.head]
-    if K < V:
+    if K < t.vocab_size:
         config["draft_vocab_size"] = K
-        tensors["d2t"] = drafter.draft_ids - torch.arange(K, device=drafter.draft_ids.device)
-    # clones: parts of one matrix are tensors of their own there
-    tensors = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).clone(memory_format=torch.contiguous_format)
-               for name, w in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
-    (folder / "model.safetensors.part").replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: without it the folder is no checkpoint
+    return config | dict(
+        hidden_size=t.d_model, intermediate_size=t.d_ff, num_hidden_layers=c.n_layers, num_attention_heads=t.n_heads, head_dim=t.head_dim,
+        num_key_value_heads=t.n_kv_heads, vocab_size=t.vocab_size, max_position_embeddings=t.max_len, rms_norm_eps=t.norm_eps,
+        rope_theta=t.rope_base, hidden_act="silu", attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
+        use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * c.n_layers)
 
 
 def limits(drafter) -> list[str]:
