@@ -430,6 +430,8 @@ def export(args):
     for, so the folder drafts as the file does."""
     record_path = args.out / f"{args.name}.json"
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"{record_path} is not a drafter's record: delete it")
     target, encoding = smollm2.load(args.target)  # fp32: no value is rounded
     drafter = drafting.load(args.out / f"{args.name}.safetensors", target, packed=False)
     mask_id = args.mask_token_id
