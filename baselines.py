@@ -4,6 +4,7 @@
     gated, rnn      drafter.py with those heads                                                          (Eq. 6)
     Eagle           autoregressive: one layer runs once per draft token, over its own states, in the style of Eagle-3. Verified
                     to length 1 it is MTP-1, the baseline of Fig. 7
+    Eagle3          the same chain with the layer of released Eagle-3 drafters, which checkpoints.py reads
     PromptLookup    no network: copies what followed the last occurrence of the newest tokens. The free baseline
     CopyFirst       a network drafter, except where a long enough run of tokens repeats: there PromptLookup (ours)
 
@@ -18,11 +19,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from drafter import Draft, Drafter
 from scheduler import temper
-from target import Rows, attend
+from target import Layer, RMSNorm, Rows, attend
 from verify import logits_to_probs, sample
 
 
@@ -36,9 +38,9 @@ class Eagle(Drafter):
     (Eagle-3's training-time test). Weights shared with Drafter: fusion, layer, final norm, confidence; mask and head are not used.
     """
 
-    def __init__(self, config, target, draft_ids):
+    def __init__(self, config, target, draft_ids, shape=None):
         assert config.n_layers == 1, "this drafter has one layer: more would have to run over the whole context"
-        super().__init__(config, target, draft_ids)
+        super().__init__(config, target, draft_ids, shape)
         del self.mask
 
     def row(self, tokens, state):
@@ -55,7 +57,10 @@ class Eagle(Drafter):
         before[positions == 0] = 0
         ends = begins.roll(-1)  # begins[0] is True: so is the last row's end
         cache.state[slots[ends]] = fused[ends]
-        # keys and values are all that later rows read, and they need neither attention nor MLP
+        self.write(tokens, before, slots, positions, cache)
+
+    def write(self, tokens, before, slots, positions, cache):
+        """Keys and values of committed rows are all that later rows read, and they need neither attention nor MLP."""
         layer, (cos, sin) = self.layers[0], self.rotation(positions)
         x = layer.attn_norm(self.row(tokens, before))
         cache.write(0, Rows(slots, positions, self.dtype), *self.context_kv(layer, x, cos, sin))
@@ -99,6 +104,56 @@ class Eagle(Drafter):
             hidden.append(self.norm(state))
         h = torch.stack(hidden, 2)
         return h, h[..., :0], h[..., :0]
+
+
+class PairNorm(nn.Module):
+    """[embedding ; state] (.., 2 D) -> each half normed by itself."""
+
+    def __init__(self, d, eps):
+        super().__init__()
+        self.token, self.state = RMSNorm(d, eps), RMSNorm(d, eps)
+
+    def forward(self, row):
+        token, state = row.chunk(2, dim=-1)
+        return torch.cat([self.token(token), self.state(state)], dim=-1)
+
+
+class Eagle3Layer(Layer):
+    """Attention over [norm(embedding) ; norm(state)], 2 D wide, added to the state; the MLP as ever. A row (.., 2 D) in, a state out."""
+
+    def __init__(self, t):
+        super().__init__(t)
+        self.attn.qkv = nn.Linear(2 * t.d_model, self.attn.qkv.out_features, bias=False)
+        self.attn_norm = PairNorm(t.d_model, t.norm_eps)
+
+    def forward(self, row, index, rows, cache, cos, sin):
+        q, k, v = self.attn.project(self.attn_norm(row), cos, sin)
+        cache.write(index, rows, k, v)
+        state = row.chunk(2, dim=-1)[1]
+        x = state + self.attn.out(rows.from_grid(attend(rows.to_grid(q), *cache.read(index, rows), rows.mask)))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Eagle3(Eagle):
+    """Eagle with the layer of released drafters: W_join is part of q, k and v there, fused features are not normed, and the first
+    token, which no state precedes, has no row: x_t's stands at t - 1. To draft with, not to be trained here."""
+
+    def __init__(self, config, target, draft_ids, shape=None):
+        super().__init__(config, target, draft_ids, shape)
+        self.layers = nn.ModuleList([Eagle3Layer(self.target_config)])
+        self.context_norm = nn.Identity()
+        del self.join, self.token_norm, self.state_norm
+
+    def enter(self, x, state):
+        return torch.cat([x, state], dim=-1)
+
+    def write(self, tokens, before, slots, positions, cache):
+        has = positions > 0
+        if has.any():
+            super().write(tokens[has], before[has], slots[has], positions[has] - 1, cache)
+
+    def propose(self, anchors, slots, positions, *args, **kw):
+        return super().propose(anchors, slots, positions - 1, *args, **kw)
 
 
 class PromptLookup:

@@ -55,7 +55,8 @@ def parse(argv):
                         "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
-    p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none; NAME+copy: copy where the text repeats (CopyFirst)")
+    p.add_argument("--drafter", help="safetensors file, its name in weights/ (default: dspark), a checkpoint folder, or none; with +copy "
+                                     "after it: copy where the text repeats")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
@@ -91,10 +92,13 @@ def best_dtype(device: str):
 
 
 def find_drafter(name) -> Path:
-    """A file, or the name of one in weights/; None: the default."""
+    """A file or a checkpoint folder, or the name of one in weights/; None: the default."""
     if name is None:
         return DRAFTER
-    return Path(name) if "." in str(name) or "/" in str(name) else DRAFTER.with_name(f"{name}.safetensors")
+    if "." in str(name) or "/" in str(name):
+        return Path(name)
+    named = DRAFTER.with_name(f"{name}.safetensors")
+    return Path(name) if Path(name).is_dir() and not named.exists() else named
 
 
 def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -> Setup:
@@ -118,9 +122,9 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
 
 
 def read_calibration(path: Path, gamma: int) -> dict:
-    """STS temperatures (G,) by sampling temperature, from the record that train.py wrote beside the weights; {} without one:
-    confidences are then taken as they are."""
-    record = path.with_suffix(".json")
+    """STS temperatures (G,) by sampling temperature, from the record that train.py wrote beside the weights, or into the folder; {}
+    without one: confidences are then taken as they are."""
+    record = path / "record.json" if path.is_dir() else path.with_suffix(".json")
     try:
         known = json.loads(record.read_text()).get("calibration", {}) if record.is_file() else {}
         calibration = {float(t): np.array(v, dtype=np.float64) for t, v in known.items()}
@@ -185,7 +189,10 @@ def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=No
     """
     # what the arithmetic depends on is the shapes, not the values of the weights
     drafter = getattr(drafter, "network", drafter)  # of CopyFirst: copying costs next to nothing
-    models = hashlib.sha1(repr((target.config, drafter.config, len(drafter.draft_ids))).encode()).hexdigest()[:12]
+    shapes = (target.config, drafter.config, len(drafter.draft_ids))
+    if drafter.target_config != target.config:  # a checkpoint's own layers
+        shapes += (drafter.target_config,)
+    models = hashlib.sha1(repr(shapes).encode()).hexdigest()[:12]
     key = (f"{platform.node()} torch {torch.__version__} models {models} {target.dtype} {target.device} threads "
            f"{torch.get_num_threads()} slots {slots} G {gamma} context {context}")
     try:

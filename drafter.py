@@ -11,6 +11,7 @@ State    a KVCache of its own. Its invariant: positions before the anchor hold k
          own are written at the anchor and after it, as scratch that the next extend() overwrites.
 Vocabulary  draft tokens come from draft_ids, the K most frequent ids (K = V: all); p_draft is zero elsewhere. Embedding and
          head are the target's, frozen; the K rows of the head are selected once. On a small model they are most of T_draft.
+         (A released drafter brings its own; so it may its layers' shape: checkpoints.py.)
 Letters  R requests, G draft positions, N rows, D width, m feature layers, V vocabulary, K draft vocabulary, r rank.
 Alone    python drafter.py    (a tiny random drafter proposes for a tiny random target)
 """
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from target import KVCache, Layer, RMSNorm, Rows, Target, attend, pack, packed_product, rope, rope_table, tiny_target
+from target import KVCache, Layer, RMSNorm, Rows, Target, TargetConfig, attend, pack, packed_product, rope, rope_table, tiny_target
 from verify import logits_to_probs, sample
 
 HEADS = ("none", "markov", "gated", "rnn")
@@ -35,7 +36,7 @@ KINDS = (*HEADS, "eagle")  # eagle is baselines.py's
 class DrafterConfig:
     gamma: int = 7                                # trained block length: a longer block is refused, a shorter one works
     n_layers: int = 2
-    feature_layers: tuple[int, ...] = (2, 15, 27)  # 0-based target layers, never its last (Sec. 2.2)
+    feature_layers: tuple[int, ...] = (2, 15, 27)  # 0-based target layers, never its last (Sec. 2.2); -1: its embedding
     head: str = "markov"                          # gated and rnn see h_k too; none is DFlash; eagle is in baselines.py
     rank: int = 96                                # r of the sequential head; 0 where there is none
 
@@ -88,18 +89,19 @@ class SequentialHead(nn.Module):
 
 
 class Drafter(nn.Module):
-    def __init__(self, config: DrafterConfig, target: Target, draft_ids: torch.Tensor):
-        """draft_ids (K,) int64 ascending: the ids that can be drafted. Embedding, head rows and sizes are the target's."""
+    def __init__(self, config: DrafterConfig, target: Target, draft_ids: torch.Tensor, shape: TargetConfig | None = None):
+        """draft_ids (K,) int64 ascending: the ids that can be drafted. Embedding and head rows are the target's; so are the sizes of a
+        layer (heads, d_ff, q/k norm, rotation), unless a checkpoint brings its own shape. Width and vocabulary are shared always."""
         super().__init__()
-        c, t = config, target.config
+        c, t = config, shape or target.config
         assert c.head in KINDS, f"head must be one of {KINDS}"
         layers = list(c.feature_layers)
-        assert layers and layers == sorted(set(layers) & set(range(t.n_layers - 1))), (
-            "feature layers: 0-based, rising, never the target's last")
+        assert layers and layers == sorted(set(layers) & set(range(-1, t.n_layers - 1))), (
+            "feature layers: 0-based (-1: the embedding), rising, never the target's last")
         assert isinstance(c.gamma, int) and c.gamma >= 1 and 1 <= c.n_layers <= t.n_layers, "gamma and layers: at least 1"
         assert (draft_ids[1:] > draft_ids[:-1]).all() and draft_ids[0] >= 0 and draft_ids[-1] < t.vocab_size, (
             "draft_ids: ascending ids of the target's vocabulary")
-        self.config, self.target_config = config, t
+        self.config, self.target_config = config, t  # t: the shape of this drafter's layers
         self.gamma, self.feature_layers = c.gamma, tuple(c.feature_layers)  # what the engine reads
         self.context_proj = nn.Linear(len(c.feature_layers) * t.d_model, t.d_model, bias=False)  # W_c
         self.context_norm = RMSNorm(t.d_model, t.norm_eps)
@@ -116,8 +118,9 @@ class Drafter(nn.Module):
         cos, sin = rope_table(t.max_len + c.gamma, t.head_dim, t.rope_base)
         w1_row = torch.full((t.vocab_size,), K)  # target id -> row of W1
         w1_row[draft_ids] = torch.arange(K)
+        rows = target.head.weight.detach()
         for name, value in dict(cos=cos, sin=sin, w1_row=w1_row, draft_ids=draft_ids, embed=target.embed.weight.detach(),
-                                head_rows=target.head.weight.detach()[draft_ids]).items():
+                                head_rows=rows if K == t.vocab_size else rows[draft_ids]).items():
             self.register_buffer(name, value, persistent=False)
 
     @property
@@ -226,6 +229,8 @@ class Drafter(nn.Module):
 
     def confidence_logit(self, h, previous):
         """h (.., D), previous (.., r) = W1[x_{k-1}] -> (..). It never sees x_k itself: that is what keeps Sec. 3.2 lossless."""
+        if self.confidence is None:  # a checkpoint without this head says nothing: certainty, so that whole blocks are verified
+            return h.new_full(h.shape[:-1], float("inf"))
         return self.confidence(torch.cat([h, previous], dim=-1)).squeeze(-1)
 
     # ----- training form: many anchors per sequence, teacher forced ----------------------------------------------------
@@ -322,7 +327,10 @@ def save(drafter: Drafter, path):
 
 def load(path, target: Target, packed=True) -> Drafter:
     """Read a drafter and put it beside its target: same dtype, same device; packed (target.pack) unless it is to be trained or
-    cast. Raises ValueError with a remedy."""
+    cast. A folder is a checkpoint in the DeepSpec format (checkpoints.py). Raises ValueError with a remedy."""
+    if os.path.isdir(path):
+        from checkpoints import load_drafter  # it is built from this file's parts
+        return load_drafter(path, target, packed)
     try:
         with safe_open(path, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}

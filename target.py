@@ -258,7 +258,7 @@ class Target(nn.Module):
 
         logit_rows   which rows need logits (N' of them; None: all). Prefill needs only the last of each prompt, and the
                      head is a fifth of this model's arithmetic.
-        feature_layers  0-based layer numbers; a feature is the residual stream after that layer.
+        feature_layers  0-based layer numbers; a feature is the residual stream after that layer, and after -1 the embedding.
         """
         x, features = self.hidden(tokens, slots, positions, cache, feature_layers)
         logits = self.head(x if logit_rows is None else x[logit_rows])
@@ -268,12 +268,12 @@ class Target(nn.Module):
         """The forward without the head: (normed last hidden state (N, D), features (N, m * D))."""
         assert tokens.shape == slots.shape == positions.shape and tokens.ndim == 1, "rows are three (N,) tensors"
         rows = Rows(slots, positions, self.dtype)
-        known = range(self.config.n_layers)
+        known = range(-1, self.config.n_layers)
         assert list(feature_layers) == sorted(set(feature_layers) & set(known)), "feature layers: rising, without repeats"
         assert rows.hi <= cache.shape[0] and rows.length <= cache.shape[1], "a row lies outside the cache"
         cos, sin = self.cos[positions][:, None].to(self.dtype), self.sin[positions][:, None].to(self.dtype)  # (N, 1, d)
         x = self.embed(tokens)  # (N, D)
-        features = []
+        features = [x] if -1 in feature_layers else []
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rows, cache, cos, sin)
             if i in feature_layers:

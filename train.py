@@ -3,6 +3,7 @@
     python train.py generate     dialogues that the target writes itself, into data/*.npz
     python train.py fit          a drafter from random anchors in those dialogues, into weights/NAME.safetensors
     python train.py calibrate    its bias and Sequential Temperature Scaling, on real decoding of held-out questions
+    python train.py export DIR   a drafter as a checkpoint folder for serving engines (checkpoints.py, docs/growing.md)
 
 Each resumes after an interruption, shows its progress, and leaves a record beside the weights (weights/NAME.json).
 The dialogues and the split into training and held out are corpus.py's.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoints
 import corpus
 import drafter as drafting
 import scheduler
@@ -426,6 +428,32 @@ def calibrate(args):
     write_record(record_path, record)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# export
+
+
+def export(args):
+    """A drafter of args.out as a folder in the DeepSpec format, its record included. int8 files are written as the values they stand
+    for, so the folder drafts as the file does."""
+    record_path = args.out / f"{args.name}.json"
+    record = json.loads(record_path.read_text()) if record_path.is_file() else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"{record_path} is not a drafter's record: delete it")
+    target, encoding = smollm2.load(args.target)  # fp32: no value is rounded
+    drafter = drafting.load(args.out / f"{args.name}.safetensors", target, packed=False)
+    mask_id = args.mask_token_id
+    if mask_id is None:
+        mask_id = checkpoints.unused_id(encoding, target.config.vocab_size, {*smollm2.chat(encoding, ""), smollm2.EOS})
+    checkpoints.export_drafter(drafter, args.folder, mask_id, dict(fp32=torch.float32, bf16=torch.bfloat16)[args.dtype],
+                               int(record.get("settings", {}).get("anchors", 512)))
+    if record:
+        write_record(args.folder / "record.json", record)
+    print(f"{args.name} is in {args.folder}: block {drafter.gamma}, head {drafter.config.head}, {len(drafter.draft_ids)} of "
+          f"{target.config.vocab_size} ids drafted, mask vector at id {mask_id}")
+    for line in checkpoints.limits(drafter):
+        print("note:", line)
+
+
 # least sensible value of each option; 8 tokens hold any opening
 FEATURE_LAYERS = [2, 15, 27]
 LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, updates=1, batch=1, anchors=1, gamma=1, layers=1, rank=1,
@@ -478,6 +506,12 @@ def main():
     c.add_argument("--max-new-tokens", type=int, default=128)
     c.add_argument("--batch", type=int, default=16, help="questions decoded together")
     c.set_defaults(run=calibrate)
+    e = commands.add_parser("export", help="write a drafter as a checkpoint folder in the DeepSpec format")
+    e.add_argument("folder", type=Path, metavar="DIR")
+    e.add_argument("--name", default="dspark")
+    e.add_argument("--mask-token-id", type=int, help="whose embedding will be the mask vector (default: one that no text has)")
+    e.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="fp32: every value as it is; bf16: half the size, rounded")
+    e.set_defaults(run=export)
     args = p.parse_args()
     keep_freed_memory()
     try:

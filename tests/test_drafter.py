@@ -563,7 +563,7 @@ def test_the_last_target_layer_is_refused_as_a_feature():
     for layers in ((0, 2), (1, 3), (2,)):
         with pytest.raises(AssertionError, match="never the target's last"):
             Drafter(DrafterConfig(3, 1, layers, "markov", 8), target, torch.arange(V))
-    for layers in ((1, 0), (0, 0), (-1, 0), ()):
+    for layers in ((1, 0), (0, 0), (-2, 0), (0, -1), ()):
         with pytest.raises(AssertionError, match="feature layers"):
             Drafter(DrafterConfig(3, 1, layers, "markov", 8), target, torch.arange(V))
     for ids in ([3, 1], [1, 1], [-1, 2], [0, V]):
