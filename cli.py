@@ -24,6 +24,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+import checkpoints
 import drafter as drafting
 import dspark
 import scheduler
@@ -53,7 +54,8 @@ def parse(argv):
                    help="how much to verify: Algorithm 1 (scheduled), its asynchronous form, ours with T_draft in it (adaptive), the "
                         "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
-    p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
+    p.add_argument("--target", help="GGUF file, folder as Hugging Face writes them (Llama, Qwen3), or hub name (default: "
+                   f"{smollm2.FILE} in the user's cache, fetched on first use)")
     p.add_argument("--drafter", help="safetensors file, or its name in weights/ (default: dspark), or none")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
@@ -106,10 +108,10 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
     # target, drafter and caches share it; probabilities are fp32 in any case
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": best_dtype(device)}[dtype]
-    model, encoding = smollm2.load(target, dtype, device, max_len)
-    if drafter == "none":
+    path = None if drafter == "none" else find_drafter(drafter)
+    model, encoding = checkpoints.load_target(target, dtype, device, max_len, path)
+    if path is None:
         return Setup(model, None, encoding, {})
-    path = find_drafter(drafter)
     drafter = drafting.load(path, model)
     return Setup(model, drafter, encoding, read_calibration(path, drafter.gamma))
 
@@ -241,8 +243,9 @@ def show_costs(console, verify, draft, noise):
 
 
 def check_size(target, prompts):
-    """Refuse what cannot fit before it is tokenized: no token is longer than 81 bytes, and the tokenizer gives up at a megabyte."""
-    most = 81 * target.config.max_len
+    """Refuse what cannot fit before it is tokenized: no token is longer than 256 bytes (SmolLM2's: 81, Qwen3's: 128), and the tokenizer
+    gives up at a megabyte."""
+    most = 256 * target.config.max_len
     for p in prompts:
         if (size := len(p.encode("utf-8", "replace"))) > most:
             raise ValueError(f"a prompt of {size} bytes cannot fit the context of {target.config.max_len} tokens: shorten it")
@@ -295,7 +298,7 @@ class Streamer:
         hold = 0 if result.finish else max((len(s.encode()) - 1 for s in request.sampling.stop), default=0)
         for token, origin in list(zip(result.ids, result.origins))[self.n : max(self.n, len(result.ids) - hold)]:
             self.n += 1
-            if token != request.sampling.eos:
+            if token not in request.ends:
                 self.show(self.decoder.decode(self.encoding.decode_bytes([token])), STYLES[origin], result)
         if result.finish:
             self.show(self.decoder.decode(b"", final=True), "dim", result)  # a character that was never completed

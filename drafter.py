@@ -113,7 +113,7 @@ class Drafter(nn.Module):
         self.head = SequentialHead(c.head, t.d_model, c.rank, K)
         self.confidence = nn.Linear(t.d_model + c.rank, 1)
         # Buffers, not parameters: frozen, and not stored with the drafter's weights.
-        cos, sin = rope_table(t.max_len + c.gamma, t.head_dim, t.rope_base)
+        cos, sin = rope_table(t.max_len + c.gamma, t.head_dim, t.rope_base, t.rope_scaling)
         w1_row = torch.full((t.vocab_size,), K)  # target id -> row of W1
         w1_row[draft_ids] = torch.arange(K)
         for name, value in dict(cos=cos, sin=sin, w1_row=w1_row, draft_ids=draft_ids, embed=target.embed.weight.detach(),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoints
 import corpus
 import drafter as drafting
 import scheduler
@@ -239,7 +240,7 @@ def refit(args):
     """refit_confidence for a drafter that exists, on every second held-out dialogue of args.data; calibrate again afterwards."""
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
     training, held_out = corpus.read(args.data)
-    target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, _ = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target, packed=False).float()  # trained as in fit: products in bf16
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
     if len(held_out) < 2:
@@ -260,7 +261,7 @@ def refit(args):
 def prepare(args):
     """Data, features and a fresh drafter for fit -> (drafter, features, training, held_out, facts for the record)."""
     training, held_out = corpus.read(args.data)
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     if len(training) < args.batch:
         raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
     if not 1 <= args.draft_vocab <= target.config.vocab_size:
@@ -398,7 +399,7 @@ def calibrate(args):
     """
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
     questions = [text for _, text in corpus.read_prompts(args.questions)][::2]
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target)
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
     if not isinstance(record, dict):
@@ -427,7 +428,7 @@ LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, update
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", help="GGUF file (default: the user's cache, fetched on first use)")
+    p.add_argument("--target", help="GGUF file, folder or hub name, as for dspark.py (default: the user's cache)")
     p.add_argument("--data", type=Path, default=Path("data"), help="folder of shards and checkpoints")
     p.add_argument("--out", type=Path, default=Path("weights"), help="folder of drafters")
     p.add_argument("--seed", type=int, default=0)
