@@ -233,6 +233,8 @@ def read_weights(files, c: TargetConfig, dtype, device) -> Target:
     if c.tied:
         state["head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
+    if c.tied:
+        model.head.weight = model.embed.weight  # one parameter, not two of one storage: a cast would part them
     model.set_rope()  # buffers were born without storage too
     return model.to(device).eval().requires_grad_(False)
 

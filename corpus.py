@@ -94,7 +94,7 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
     def start(row):
         openings = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
         # domain first, then opening: a domain with more openings is not asked more often
-        opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])
+        opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])[: max_question - 1]
         return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)), row)
 
     for first in range(0, n, slots):
