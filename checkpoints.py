@@ -44,6 +44,7 @@ def load_target(name=None, dtype=torch.float32, device="cpu", max_len=2048, draf
     if name is None or Path(name).is_file() or str(name).endswith(".gguf"):
         return smollm2.load(name, dtype, device=device, max_len=max_len)
     folder = find_folder(str(name))
+    # cheapest first: whatever is wrong with the folder is said before minutes of reading
     config = read_config(folder, max_len)
     tokenizer = read_tokenizer(folder, config.vocab_size)
     files = find_tensors(folder, config)
@@ -63,8 +64,10 @@ def find_folder(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise SetupError(f"no folder {name} here; to fetch it from the hub: pip install huggingface_hub, or download it and give its folder")
+        raise SetupError(f"no folder {name} here; to fetch it from the hub: pip install huggingface_hub, or download it and give "
+                         "its folder")
     try:
+        # only what is read here: many repositories hold the weights twice, in another format too
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except Exception as error:  # no network, no such model, no leave to read it
         raise SetupError(f"the hub did not give {name} ({one_line(error)}): check the name and the network, or give a folder")
@@ -110,6 +113,7 @@ def read_config(folder: Path, max_len: int) -> TargetConfig:
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise SetupError(f"{path}: layer_types other than full_attention are not supported")
     try:
+        # save_pretrained writes all sizes; the exceptions, by hand-written files, are the keys with a default below
         H, D = config["num_attention_heads"], config["hidden_size"]
         head_dim = config.get("head_dim") or (128 if qk_norm else D // H)  # where the key is missing, each class has its own default
         c = TargetConfig(
@@ -118,6 +122,7 @@ def read_config(folder: Path, max_len: int) -> TargetConfig:
             rope_base=float(rope.get("rope_theta", config.get("rope_theta", 1e4))), norm_eps=float(config["rms_norm_eps"]),
             max_len=min(max_len, config["max_position_embeddings"]), tied=config.get("tie_word_embeddings", False), qk_norm=qk_norm,
             rope_scaling=read_scaling(path, rope), eos=read_ends(folder, config))
+        # json knows no schema: a size may be text, or missing by being null
         sizes = (c.vocab_size, c.n_layers, D, H, c.n_kv_heads, head_dim, c.d_ff, c.max_len)
         if not all(isinstance(n, int) and n > 0 for n in sizes) or H % c.n_kv_heads or head_dim % 2:
             raise ValueError("sizes that fit no model")
@@ -185,7 +190,7 @@ def find_tensors(folder: Path, c: TargetConfig) -> dict[Path, list[str]]:
     read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")  # tensor -> file; only the files count, their own headers are the truth
         if not isinstance(names, dict) or not names:
             raise SetupError(f"{index} is broken (no weight_map): download it again")
         paths = [folder / str(name) for name in sorted(set(map(str, names.values())))]
@@ -213,7 +218,8 @@ def find_tensors(folder: Path, c: TargetConfig) -> dict[Path, list[str]]:
             ours, rows = places[name]
             wanted = torch.Size([len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]])
             if shape != wanted:
-                raise SetupError(f"{path}: {name} is {list(shape)}, but by config.json it should be {list(wanted)}: they do not belong together")
+                raise SetupError(f"{path}: {name} is {list(shape)}, but by config.json it should be {list(wanted)}: they do not "
+                                 "belong together")
             files[path].append(name)
             missing.discard(name)
     if missing:
@@ -259,6 +265,7 @@ def free_memory(device) -> float:
 
 def check_memory(name, c: TargetConfig, dtype, device, drafter=None) -> bool:
     """Print what target and drafter will take, or refuse -> whether there is room to pack() as well."""
+    # activations are left out: a few rows of a few thousand numbers. So is training, which needs several times as much
     need, free = memory(c, dtype), free_memory(device)
     beside = drafter_weights(drafter) * dtype.itemsize
     total = need["weights"] + need["cache"] + beside
@@ -267,6 +274,7 @@ def check_memory(name, c: TargetConfig, dtype, device, drafter=None) -> bool:
     if total > free:
         smaller = "--dtype bf16, " if dtype.itemsize > 2 else ""
         raise SetupError(f"{text}, but {device} has {free / 1e9:.2f} GB free: use {smaller}a smaller model or another --device")
+    # pack() trades memory for speed; a model that only fits once runs, slower
     packed = str(device) == "cpu" and dtype == torch.bfloat16 and total + need["packed"] <= free
     if packed:
         text += f" and {need['packed'] / 1e9:.2f} GB for weights reordered for this processor"
@@ -333,7 +341,9 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def read_tokenizer_json(content: dict):
     """-> vocabulary {token: id}, merges [(left, right)], added tokens {text: id}, split pattern, whether text is brought to NFC."""
     model, normalizer = content["model"], content.get("normalizer") or {"type": "none"}
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+    # byte fallback marks SentencePiece (Llama 2), prefixes and suffixes mark older kinds of BPE, which know words
+    strange = any(model.get(key) for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
+    if model.get("type", "BPE") != "BPE" or strange:
         raise ValueError("its model is not byte-level BPE")
     if normalizer["type"] not in ("none", "NFC"):
         raise ValueError(f"normalizer {normalizer['type']}")
@@ -354,8 +364,9 @@ def split_pattern(pre: dict) -> str:
             return GPT2_SPLIT
         if kinds == ["Digits", "ByteLevel"] and first[0].get("individual_digits") and last.get("use_regex", True):
             return smollm2.SPLIT
-        if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True) and first[0]["behavior"] == "Isolated" and not first[0].get("invert"):
-            return first[0]["pattern"]["Regex"]
+        if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):  # Qwen, Llama 3: the file holds the pattern itself
+            if first[0]["behavior"] == "Isolated" and not first[0].get("invert"):  # matches are pieces, nothing is thrown away
+                return first[0]["pattern"]["Regex"]
     raise ValueError(f"pre-tokenizer {' + '.join(map(str, kinds))}, or its settings")
 
 
@@ -364,9 +375,11 @@ def read_vocab_and_merges(folder: Path, settings: dict):
     kind = settings.get("tokenizer_class", "none").removesuffix("Fast")
     if kind not in ("Qwen2Tokenizer", "GPT2Tokenizer"):
         raise ValueError(f"tokenizer class {kind} without a tokenizer.json")
+    # one merge a line. Not splitlines(): a merge may hold characters that Unicode counts as line ends
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    added = {t["content"]: int(i) for i, t in settings.get("added_tokens_decoder", {}).items()} | read_json(folder / "added_tokens.json", {})
+    added = {t["content"]: int(i) for i, t in settings.get("added_tokens_decoder", {}).items()}
+    added |= read_json(folder / "added_tokens.json", {})
     qwen = kind == "Qwen2Tokenizer"
     return read_json(folder / "vocab.json"), merges, added, QWEN_SPLIT if qwen else GPT2_SPLIT, qwen
 
@@ -375,13 +388,14 @@ def to_tiktoken(vocab, merges, added, split, nfc, vocab_size) -> Tokenizer:
     """tiktoken merges whichever neighbours make the token of the lowest id. That is BPE by a list of merges exactly if ids rise
     along that list, and if no other token can come about."""
     alphabet = smollm2.byte_alphabet()
+    # Llama 3's list holds every split of a token, one after the other: ids may also stay
     made = [vocab[left + right] for left, right in merges]
     if any(a > b for a, b in zip(made, made[1:])):
         raise ValueError("ids are not in the order of the merges")
     made = set(made)
     ranks, special = {}, dict(added)
     for token, i in vocab.items():
-        if token in added:
+        if token in added:  # SmolLM2 keeps its added tokens in the vocabulary as well
             continue
         if i in made or len(token) == 1:
             ranks[bytes(alphabet[c] for c in token)] = i
@@ -418,6 +432,7 @@ def read_chat(folder: Path, settings: dict, tokenizer: Tokenizer):
     # as transformers runs it
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     jinja.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    # bos_token and its kin, as text or as a record
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items() if key.endswith("_token")}
     try:
         # the tabs tell whether the template strips the message
@@ -426,7 +441,9 @@ def read_chat(folder: Path, settings: dict, tokenizer: Tokenizer):
         before, after = text.split(MARK)
     except Exception as error:  # a template can fail in any way a program can
         raise SetupError(f"the chat template of {folder} does not work for one user message ({one_line(error)}): use another model")
+    # Llama 3's template strips, ChatML's does not
     tokenizer.strip = not (before.endswith("\t") and after.startswith("\t"))
+    # the longest first: of two that begin alike, the whole one is meant
     special = "|".join(map(re.escape, sorted(tokenizer.special_tokens_set, key=len, reverse=True)))
     # text, special, text, .., special, text
     tokenizer.before, tokenizer.after = (re.split(f"({special})", part) for part in (before.removesuffix("\t"), after.removeprefix("\t")))

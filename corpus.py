@@ -3,8 +3,8 @@
     python train.py generate     dialogues into data/*.npz, each with a .features file beside it
     python train.py fit          makes the .features files that are missing (other feature layers, data from elsewhere), then trains
 
-Shard    numpy arrays: ids uint16, or uint32 (all dialogues end to end), starts int64 (n + 1), answer int32 (index within the dialogue of the
-         first answer token), temperature float32 (at which the answer was drawn).
+Shard    numpy arrays: ids uint16, or uint32 for a large vocabulary (all dialogues end to end), starts int64 (n + 1), answer int32
+         (index within the dialogue of the first answer token), temperature float32 (at which the answer was drawn).
 Features per token, in bf16: hidden states of the drafter's feature layers (m * D) and the last normed hidden state (D); in
          float32 the log of the softmax's normaliser. With these, p_target of any token at any position costs one dot product,
          not a pass through the model: Sec. 5.1's "send hidden states, apply the head at sampled positions only".

@@ -77,7 +77,8 @@ def random_tensors(kind, seed=0):
     shapes = {"model.embed_tokens": (V, D), "model.norm": (D,)} | ({} if c["tie_word_embeddings"] else {"lm_head": (V, D)})
     for i in range(LAYERS):
         layer = {"input_layernorm": (D,), "post_attention_layernorm": (D,), "self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D),
-                 "self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, q), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+                 "self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, q), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D),
+                 "mlp.down_proj": (D, F)}
         if "Qwen3" in c["architectures"][0]:
             layer |= {"self_attn.q_norm": (c["head_dim"],), "self_attn.k_norm": (c["head_dim"],)}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -287,8 +288,10 @@ class Book(Literal):
         return self.pattern.findall(unicodedata.normalize("NFC", text) if self.nfc else text)
 
 
-AWKWARD = [*TEXTS, "e\u0301 A\u030a \u1100\u1161\u11a8 \u2126 \ufb01", "I'LL We'Re don'T 'S", "a\r\n\r\n  b\n \n\tc  \r", "the  thing\n\n\n",
-           "1234567 12.5% ٤٥٦", "!!\n\n!!!\r\n", "x" + " " * 9 + "the", "\u00a0the\u3000the", "مرحبا بالعالم", "हिन्दी में", "ไทยไม่มีวรรค", "𝔘𝔫𝔦 🏳️‍🌈"]
+AWKWARD = [*TEXTS, "e\u0301 A\u030a \u1100\u1161\u11a8 \u2126 \ufb01", "I'LL We'Re don'T 'S",
+           "a\r\n\r\n  b\n \n\tc  \r", "the  thing\n\n\n",
+           "1234567 12.5% ٤٥٦", "!!\n\n!!!\r\n", "x" + " " * 9 + "the", "\u00a0the\u3000the",
+           "مرحبا بالعالم", "हिन्दी में", "ไทยไม่มีวรรค", "𝔘𝔫𝔦 🏳️‍🌈"]
 
 
 @pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
@@ -452,14 +455,17 @@ BROKEN = {
     "no config": (drop("config.json"), "has no config.json"),
     "cut config": (cut("config.json"), "config.json is broken.*download"),
     "config of another kind": (text("config.json", "[1]"), "config.json is broken"),
-    "config without sizes": (lambda f: write_json(f / "config.json", dict(architectures=["LlamaForCausalLM"])), "lacks 'num_attention_heads'"),
+    "config without sizes": (lambda f: write_json(f / "config.json", dict(architectures=["LlamaForCausalLM"])),
+                             "lacks 'num_attention_heads'"),
     "sizes as text": (lambda f: edit(f, "config.json", hidden_size="wide"), "config.json is broken"),
     "heads that cannot share": (lambda f: edit(f, "config.json", num_key_value_heads=3), "config.json is broken"),
-    "unknown architecture": (lambda f: edit(f, "config.json", architectures=["GemmaForCausalLM"]), "GemmaForCausalLM is not supported, only Llama"),
+    "unknown architecture": (lambda f: edit(f, "config.json", architectures=["GemmaForCausalLM"]),
+                             "GemmaForCausalLM is not supported, only Llama"),
     "no architecture": (lambda f: edit(f, "config.json", architectures=None), "architecture none"),
     "yarn": (lambda f: edit(f, "config.json", rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope type yarn is not supported"),
     "older yarn": (lambda f: edit(f, "config.json", rope_scaling=dict(type="dynamic", factor=4.0)), "rope type dynamic is not supported"),
-    "llama3 without its numbers": (lambda f: edit(f, "config.json", rope_scaling=dict(rope_type="llama3", factor=4.0)), "lacks 'low_freq_factor'"),
+    "llama3 without its numbers": (lambda f: edit(f, "config.json", rope_scaling=dict(rope_type="llama3", factor=4.0)),
+                                   "lacks 'low_freq_factor'"),
     "biases": (lambda f: edit(f, "config.json", attention_bias=True), "attention_bias True is not supported"),
     "another activation": (lambda f: edit(f, "config.json", hidden_act="gelu"), "hidden_act gelu"),
     "quantised": (lambda f: edit(f, "config.json", quantization_config=dict(quant_method="fp8")), "quantization_config"),
@@ -550,8 +556,8 @@ def test_dspark_decodes_with_a_folder(tmp_path, call):
     folder = write_folder(tmp_path / "tiny")
     model, _ = load_target(folder)
     drafting.save(tiny_drafter(model, 3), tmp_path / "drafter.safetensors")
-    options = ("--target", folder, "--drafter", tmp_path / "drafter.safetensors", "--dtype", "fp32", "--prompt", "the thing", "--policy", "fixed",
-               "--gamma", 3, "--max-new-tokens", 20)
+    options = ("--target", folder, "--drafter", tmp_path / "drafter.safetensors", "--dtype", "fp32", "--prompt", "the thing",
+               "--policy", "fixed", "--gamma", 3, "--max-new-tokens", 20)
     code, out, err = call(*options)
     assert code == 0 and "the same tokens as plain decoding" in out
     assert "tiny in float32: weights 0.00 GB" in err and err.count("\n") == 1
@@ -566,8 +572,8 @@ def test_training_takes_a_folder(tmp_path, call, monkeypatch):
     common = ["train.py", "--target", str(folder), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
     for command in (["generate", "--sequences", "6", "--shard", "6", "--slots", "6", "--max-question", "40", "--max-answer", "12",
                      "--feature-layers", "0"],
-                    ["fit", "--name", "tiny", "--updates", "2", "--eval-every", "2", "--batch", "2", "--anchors", "2", "--gamma", "3", "--layers", "1",
-                     "--feature-layers", "0", "--rank", "4", "--draft-vocab", "64"]):
+                    ["fit", "--name", "tiny", "--updates", "2", "--eval-every", "2", "--batch", "2", "--anchors", "2", "--gamma", "3",
+                     "--layers", "1", "--feature-layers", "0", "--rank", "4", "--draft-vocab", "64"]):
         monkeypatch.setattr(sys, "argv", common + command)
         train.main()
     _, tokenizer = load_target(folder)
@@ -575,8 +581,8 @@ def test_training_takes_a_folder(tmp_path, call, monkeypatch):
     for d in sum(corpus.read(tmp_path / "data"), []):
         ids = d.ids.tolist()
         assert ids[:1] == [IM_START] and ids[d.answer - len(header) : d.answer] == header
-    code, out, _ = call("--target", folder, "--drafter", tmp_path / "out" / "tiny.safetensors", "--dtype", "fp32", "--prompt", "the", "--policy",
-                        "fixed", "--max-new-tokens", 8, "--gamma", 3, "--json", "--no-compare")
+    code, out, _ = call("--target", folder, "--drafter", tmp_path / "out" / "tiny.safetensors", "--dtype", "fp32", "--prompt", "the",
+                        "--policy", "fixed", "--max-new-tokens", 8, "--gamma", 3, "--json", "--no-compare")
     assert code == 0 and json.loads(out)["cycles"] > 0
 
 
@@ -613,8 +619,9 @@ def theirs(hf, tmp_path_factory):
             torch.manual_seed(3)
             family = k["architecture"].removesuffix("ForCausalLM")
             config = getattr(hf, f"{family}Config")(
-                vocab_size=V, hidden_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=k["head_dim"],
-                intermediate_size=56, rms_norm_eps=1e-5, max_position_embeddings=256, tie_word_embeddings=k["tied"], rope_theta=1e4,
+                vocab_size=V, hidden_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+                head_dim=k["head_dim"], intermediate_size=56, rms_norm_eps=1e-5, max_position_embeddings=256,
+                tie_word_embeddings=k["tied"], rope_theta=1e4,
                 eos_token_id=[IM_END, ENDOFTEXT], pad_token_id=ENDOFTEXT, **(dict(rope_scaling=dict(k["scaling"])) if k["scaling"] else {}))
             model = getattr(hf, k["architecture"])(config).eval()
             for p in model.parameters():  # as random_tensors(): the default is so small that nothing would tell faults apart
@@ -661,7 +668,8 @@ def test_greedy_tokens_equal_transformers(theirs, kind):
     for end in (None, free[n // 2]):
         ends = [ENDOFTEXT, IM_END if end is None else end]
         with torch.inference_mode():
-            expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=n, eos_token_id=ends)[0, len(prompt) :].tolist()
+            expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=n, eos_token_id=ends)
+        expected = expected[0, len(prompt) :].tolist()
         ours.config = dataclasses.replace(ours.config, eos=tuple(ends))
         for drafter in (None, tiny_drafter(ours)):
             assert generate(ours, drafter, [prompt], sampling=Sampling(max_new_tokens=n))[0].ids == expected
@@ -670,8 +678,10 @@ def test_greedy_tokens_equal_transformers(theirs, kind):
 
 
 CORPUS = ["The quick brown fox's tail isn't here; they'LL see it, won't they? 12345 67 8.9\n\n\tdef f(x):\n    return x\r\n", *TEXTS,
-          "Die Straße ist naß. L'été à Zürich. Příliš žluťoučký kůň. ", "Съешь же ещё этих мягких французских булок. ", "色は匂へど散りぬるを 我が世誰ぞ常ならむ ",
-          "天地玄黃宇宙洪荒 ", "모든 인간은 태어날 때부터 자유로우며 ", "सभी मनुष्यों को गौरव और अधिकारों ", "يولد جميع الناس أحرارا متساوين ", "כל בני האדם נולדו בני חורין "]
+          "Die Straße ist naß. L'été à Zürich. Příliš žluťoučký kůň. ", "Съешь же ещё этих мягких французских булок. ",
+          "色は匂へど散りぬるを 我が世誰ぞ常ならむ ",
+          "天地玄黃宇宙洪荒 ", "모든 인간은 태어날 때부터 자유로우며 ",
+          "सभी मनुष्यों को गौरव और अधिकारों ", "يولد جميع الناس أحرارا متساوين ", "כל בני האדם נולדו בני חורין "]
 
 
 def trained(tokenizers, style):
@@ -718,7 +728,8 @@ def test_ids_equal_tokenizers(tmp_path, style, form):
 def characters():
     """Characters at which two regular expression libraries might disagree, each between letters, digits and spaces."""
     rng = random.Random(0)
-    points = [*range(0x20), *range(0x7F, 0x250), 0x17F, 0x212A, 0x180E, *range(0x2000, 0x2070), 0x3000, 0xFEFF, *rng.sample(range(0x250, 0x2FFF), 300)]
+    points = [*range(0x20), *range(0x7F, 0x250), 0x17F, 0x212A, 0x180E, *range(0x2000, 0x2070), 0x3000, 0xFEFF]
+    points += rng.sample(range(0x250, 0x2FFF), 300)
     # what Unicode has named only lately may be a letter to one library and nothing to the other
     return [f"a{chr(p)} {chr(p)}'{chr(p)}b 1{chr(p)}2" for p in points if unicodedata.category(chr(p)) != "Cn"]
 
@@ -727,8 +738,8 @@ def characters():
 def test_chats_equal_transformers(hf, tmp_path, template):
     folder = write_folder(tmp_path)
     names = ADDED if template is CHATML else ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    settings = dict(chat_template=template, tokenizer_class="PreTrainedTokenizerFast", **({} if template is CHATML else dict(bos_token=names[0])))
-    write_json(folder / "tokenizer_config.json", settings)
+    bos = {} if template is CHATML else dict(bos_token=names[0])
+    write_json(folder / "tokenizer_config.json", dict(chat_template=template, tokenizer_class="PreTrainedTokenizerFast", **bos))
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     added = [dict(id=len(VOCAB) + i, content=x, **flags) for i, x in enumerate(names)]
     model = tokenizer_json()["model"] | dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
@@ -749,8 +760,8 @@ def test_chats_equal_transformers(hf, tmp_path, template):
 def test_a_model_of_qwen3_0_6b_s_size_runs_end_to_end(tmp_path, call):
     """Published sizes, random weights in bf16, three shards: loaded, drafted for, decoded. While loading, memory of our own (not the
     mapped files) grows by the weights, and by the copy that pack() announces."""
-    c = config_json("qwen3") | dict(vocab_size=151936, hidden_size=1024, num_hidden_layers=LAYERS8, num_attention_heads=16, num_key_value_heads=8,
-                                    head_dim=128, intermediate_size=3072, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6)
+    c = config_json("qwen3") | dict(vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16,
+                                    num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6)
     folder = write_folder(tmp_path / "big", tensors={"x": torch.zeros(1)}, shards=1)
     write_json(folder / "config.json", c)
     config = read_config(folder, 2048)
@@ -775,7 +786,7 @@ def test_a_model_of_qwen3_0_6b_s_size_runs_end_to_end(tmp_path, call):
     assert own_memory() - before < 1.05 * (need["weights"] + need["packed"]) + 1e8
     drafting.save(tiny_drafter(model, 3, K=2000), tmp_path / "drafter.safetensors")
     del model
-    code, out, err = call("--target", folder, "--drafter", tmp_path / "drafter.safetensors", "--dtype", "bf16", "--prompt", "the thing", "--policy",
-                          "fixed", "--gamma", 3, "--max-new-tokens", 12)
+    code, out, err = call("--target", folder, "--drafter", tmp_path / "drafter.safetensors", "--dtype", "bf16", "--prompt", "the thing",
+                          "--policy", "fixed", "--gamma", 3, "--max-new-tokens", 12)
     assert code == 0 and "tokens/s" in out and "weights 1.19 GB" in err
     print(out)
