@@ -48,7 +48,7 @@ def load_target(name=None, dtype=torch.float32, device="cpu", max_len=2048, draf
     config = read_config(folder, max_len)
     tokenizer = read_tokenizer(folder, config.vocab_size)
     files = find_tensors(folder, config)
-    packed = check_memory(folder.name, config, dtype, device, drafter)
+    packed = check_memory(Path(name).resolve().name, config, dtype, device, drafter)
     model = read_weights(files, config, dtype, device)
     if packed:
         pack(model)
