@@ -100,19 +100,19 @@ def read_config(folder: Path, max_len: int) -> TargetConfig:
     """config.json -> TargetConfig; max_len is cut to what the model was trained for."""
     path = folder / "config.json"
     config = read_json(path)
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise SetupError(f"{path}: architecture {architecture} is not supported, only {' and '.join(ARCHITECTURES)}")
-    qk_norm = ARCHITECTURES[architecture]
-    # transformers 5 keeps all of RoPE in one place, rope_parameters; before, rope_theta stood apart from rope_scaling
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for key, value in ONLY.items():
-        found = rope.get(key, config.get(key))
-        if found is not None and found != value:
-            raise SetupError(f"{path}: {key} {str(found)[:60]} is not supported, only {value}")
-    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise SetupError(f"{path}: layer_types other than full_attention are not supported")
     try:
+        architecture = (config.get("architectures") or ["none"])[0]
+        if architecture not in ARCHITECTURES:
+            raise SetupError(f"{path}: architecture {architecture} is not supported, only {' and '.join(ARCHITECTURES)}")
+        qk_norm = ARCHITECTURES[architecture]
+        # transformers 5 keeps all of RoPE in one place, rope_parameters; before, rope_theta stood apart from rope_scaling
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        for key, value in ONLY.items():
+            found = rope.get(key, config.get(key))
+            if found is not None and found != value:
+                raise SetupError(f"{path}: {key} {str(found)[:60]} is not supported, only {value}")
+        if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            raise SetupError(f"{path}: layer_types other than full_attention are not supported")
         # save_pretrained writes all sizes; the exceptions, by hand-written files, are the keys with a default below
         H, D = config["num_attention_heads"], config["hidden_size"]
         head_dim = config.get("head_dim") or (128 if qk_norm else D // H)  # where the key is missing, each class has its own default
@@ -120,7 +120,7 @@ def read_config(folder: Path, max_len: int) -> TargetConfig:
             vocab_size=config["vocab_size"], n_layers=config["num_hidden_layers"], d_model=D, n_heads=H,
             n_kv_heads=config.get("num_key_value_heads") or H, head_dim=head_dim, d_ff=config["intermediate_size"],
             rope_base=float(rope.get("rope_theta", config.get("rope_theta", 1e4))), norm_eps=float(config["rms_norm_eps"]),
-            max_len=min(max_len, config["max_position_embeddings"]), tied=config.get("tie_word_embeddings", False), qk_norm=qk_norm,
+            max_len=min(max_len, config["max_position_embeddings"]), tied=bool(config.get("tie_word_embeddings")), qk_norm=qk_norm,
             rope_scaling=read_scaling(path, rope), eos=read_ends(folder, config))
         # json knows no schema: a size may be text, or missing by being null
         sizes = (c.vocab_size, c.n_layers, D, H, c.n_kv_heads, head_dim, c.d_ff, c.max_len)
@@ -404,6 +404,8 @@ def to_tiktoken(vocab, merges, added, split, nfc, vocab_size) -> Tokenizer:
     if max([*ranks.values(), *special.values()]) >= vocab_size:
         raise ValueError(f"it has ids beyond config.json's vocab_size {vocab_size}")
     known = {*ranks.values(), *special.values()}
+    if len(known) < len(ranks) + len(special):  # tiktoken would end the program
+        raise ValueError("two of its tokens share an id")
     # embeddings are often padded to a round number of rows; a model may, though it should not, say one of those
     special |= {f"<|unused {i}|>": i for i in range(vocab_size) if i not in known}
     return Tokenizer(smollm2.with_all_bytes(ranks), special, split, nfc)
@@ -432,8 +434,9 @@ def read_chat(folder: Path, settings: dict, tokenizer: Tokenizer):
     # as transformers runs it
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     jinja.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
-    # bos_token and its kin, as text or as a record
-    tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items() if key.endswith("_token")}
+    # bos_token and its kin, as text or as a record; null is as good as absent, and must not be written as "None"
+    tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items()
+              if key.endswith("_token") and value is not None}
     try:
         # the tabs tell whether the template strips the message
         text = jinja.from_string(template).render(messages=[dict(role="user", content=f"\t{MARK}\t")], add_generation_prompt=True,

@@ -344,7 +344,7 @@ def test_chatml(tmp_path, place):
     folder = write_folder(tmp_path)
     if place == "chat_template.jinja":
         edit(folder, "tokenizer_config.json", chat_template="{{ raise_exception('the old one') }}")
-        (folder / place).write_text(CHATML, encoding="utf-8")
+        (folder / place).write_text("{{ bos_token }}" + CHATML, encoding="utf-8")  # which is null here
     if place == "list":
         edit(folder, "tokenizer_config.json", chat_template=[dict(name="tools", template="?"), dict(name="default", template=CHATML)])
     tokenizer = read_tokenizer(folder, V)
@@ -457,6 +457,7 @@ BROKEN = {
     "config of another kind": (text("config.json", "[1]"), "config.json is broken"),
     "config without sizes": (lambda f: write_json(f / "config.json", dict(architectures=["LlamaForCausalLM"])),
                              "lacks 'num_attention_heads'"),
+    "rope of another kind": (lambda f: edit(f, "config.json", rope_scaling=["linear", 4]), "config.json is broken"),
     "sizes as text": (lambda f: edit(f, "config.json", hidden_size="wide"), "config.json is broken"),
     "heads that cannot share": (lambda f: edit(f, "config.json", num_key_value_heads=3), "config.json is broken"),
     "unknown architecture": (lambda f: edit(f, "config.json", architectures=["GemmaForCausalLM"]),
@@ -477,6 +478,7 @@ BROKEN = {
     "byte fallback": (of_model(byte_fallback=True), "not byte-level BPE"),
     "not the byte alphabet": (of_model(vocab=VOCAB | {"▁": 270}), "▁"),
     "ids out of order": (of_model(merges=[" ".join(m) for m in MERGES[::-1]]), "order of the merges"),
+    "an id twice": (of_model(vocab=VOCAB | {"ab": 5}), "share an id"),
     "ids beyond the model": (lambda f: edit(f, "config.json", vocab_size=200), "vocab_size 200"),
     "another normaliser": (tokenizer_with(normalizer={"type": "Lowercase"}), "normalizer Lowercase"),
     "another split": (tokenizer_with(pre_tokenizer={"type": "Metaspace"}), "pre-tokenizer Metaspace"),
