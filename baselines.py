@@ -4,7 +4,7 @@
     gated, rnn      drafter.py with those heads                                                          (Eq. 6)
     Eagle           autoregressive: one layer runs once per draft token, over its own states, in the style of Eagle-3. Verified
                     to length 1 it is MTP-1, the baseline of Fig. 7
-    Eagle3          the same chain with the layer of released Eagle-3 drafters, which checkpoints.py reads
+    Eagle3          the same chain with the layer of released Eagle-3 drafters, which deepspec.py reads
     PromptLookup    no network: copies what followed the last occurrence of the newest tokens. The free baseline
     CopyFirst       a network drafter, except where a long enough run of tokens repeats: there PromptLookup (ours)
 

@@ -1,341 +1,465 @@
-"""Checkpoint folders of other projects: config.json and safetensors, in one file or in shards.
+"""Checkpoints in other people's form: folders as Hugging Face's libraries write them.
 
-Drafters   released DSpark, DFlash (rank 0) and Eagle-3 drafters in the DeepSpec format, read into Drafter or Eagle3 (--drafter DIR),
-           and our drafters written in that format (python train.py export DIR), for serving engines that read it.
-Serving    Read in their sources and documentation, not tried here. vLLM takes the folder with
-               vllm serve TARGET --speculative-config '{"method": "dspark", "model": "DIR", "num_speculative_tokens": 7}'
-           (as many as block_size) and verifies by confidence with enable_adaptive_verification; SGLang with
-               python -m sglang.launch_server --model-path TARGET --speculative-algorithm DSPARK --speculative-draft-model-path DIR
-           Both pick the class by config.json's architectures. limits() says what a drafter has that they lack; docs/growing.md more.
-Errors     ValueError: one line that says what is missing or does not fit, and what to do.
-Letters    V vocabulary, K draft vocabulary, D width, m feature layers, r rank, H query heads, J key/value heads, d width of a head, F d_ff.
-Alone      python checkpoints.py DIR    (what a drafter's config.json says, checked, without reading its weights)
+# Targets
+
+What     Any Llama or Qwen3 (dense) instruct model in place of SmolLM2: `--target DIR`, or a name on the hub where huggingface_hub is
+         installed. load_target() serves every --target; None and GGUF files are smollm2.py's.
+Reads    config.json, *.safetensors (one file, or shards with model.safetensors.index.json), generation_config.json (the ids that end
+         an answer), tokenizer.json, or vocab.json and merges.txt, tokenizer_config.json and chat_template.jinja.
+Out      (target.Target, Tokenizer). A Tokenizer is a tiktoken.Encoding that also knows its model's chat template.
+Memory   The model is made without storage, then every tensor goes straight from its (memory-mapped) file to its rows of ours, in the
+         wanted dtype and on the device: never two copies. What it all takes is computed from config.json, and printed, before.
+         Qwen3-4B, say: 4.02e9 weights are 8.0 GB in bf16, a request of 2048 tokens 0.3 GB; a drafter of a tenth of that fits beside
+         it in 16 GB.
+Errors   SetupError: one line that says what is missing or not supported, and what to do.
+Alone    python checkpoints.py DIR [DTYPE]    (its configuration, its memory, a tokenized chat; reads no weights)
 """
 import json
+import re
 import sys
-from dataclasses import replace
+import unicodedata
+from datetime import datetime
 from pathlib import Path
 
+import tiktoken
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from baselines import Eagle3
-from drafter import Drafter, DrafterConfig
-from target import Target, rope_table
+import smollm2
+from smollm2 import SetupError
+from target import Target, TargetConfig, pack
+
+ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # name -> q and k are normed per head
+# what target.py computes has one form of each of these; a folder that asks for another is refused, not half understood
+ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0,
+            quantization_config=None)
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Qwen2 and 3: contractions in either case, one digit at a time, line ends apart from other white space
+QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def load_target(name=None, dtype=torch.float32, device="cpu", max_len=2048, drafter=None):
+    """Whatever --target names -> (Target, tokenizer). drafter: the file that will be loaded beside it, to count its memory too."""
+    if name is None or Path(name).is_file() or str(name).endswith(".gguf"):
+        return smollm2.load(name, dtype, device=device, max_len=max_len)
+    folder = find_folder(str(name))
+    # cheapest first: whatever is wrong with the folder is said before minutes of reading
+    config = read_config(folder, max_len)
+    tokenizer = read_tokenizer(folder, config.vocab_size)
+    files = find_tensors(folder, config)
+    packed = check_memory(Path(name).resolve().name, config, dtype, device, drafter)
+    model = read_weights(files, config, dtype, device)
+    if packed:
+        pack(model)
+    return model, tokenizer
+
+
+def find_folder(name: str) -> Path:
+    """The folder itself, or what the hub has under that name, in huggingface_hub's own cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise SetupError(f"no file or folder at {name}: give a GGUF file, a folder with config.json, or a hub name (owner/model)")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise SetupError(f"no folder {name} here; to fetch it from the hub: pip install huggingface_hub, or download it and give "
+                         "its folder")
+    try:
+        # only what is read here: many repositories hold the weights twice, in another format too
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except Exception as error:  # no network, no such model, no leave to read it
+        raise SetupError(f"the hub did not give {name} ({one_line(error)}): check the name and the network, or give a folder")
+
+
+def one_line(error) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_json(path: Path, default=None) -> dict:
+    """A JSON object. Without the file: the default, if there is one."""
+    if default is not None and not path.is_file():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+        return content
+    except FileNotFoundError:
+        raise SetupError(f"{path.parent} has no {path.name}: give a folder that Hugging Face's save_pretrained wrote")
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} is broken ({one_line(error)}): download it again")
+
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Drafters in the DeepSpec format
-#
-# The equations are those of drafter.py; what the format calls things, and in which order a row or a column is, is what can go wrong:
-#   fc, hidden_norm               W_c (D, m D) and the norm of Eq. 2; columns in the order of target_layer_ids, which counts layers from 0,
-#                                 -1 for the embedding
-#   layers.i.self_attn            q, k, v apart (ours is one matrix); q_norm and k_norm (d,) before the rotation (Eq. 3)
-#   norm                          after the last layer; every head reads what it gives
-#   embed_tokens, lm_head         the drafter's own copies (V, D); the row mask_token_id of the first is our mask vector
-#   markov_head.markov_w1, _w2    (V, r), both by target id (Eq. 5)
-#   markov_head.gate_proj         (r, D + r) over [h ; W1[x]]
-#   markov_head.joint_proj        (3 r, 2 r + D): rows gate, candidate, output; columns state, W1[x], h (Eq. 6)
-#   confidence_head.proj          (1, D + r) over [h ; W1[x]] (Eq. 7), or (1, D) without confidence_head_with_markov
-# A reduced draft vocabulary is not in that format but in vLLM's reading of it: draft_vocab_size K, lm_head and markov_w2 of K rows, and
-# d2t (K,) with d2t[i] = target id of row i, minus i.
-
-DSPARK, LLAMA, EAGLE = "Qwen3DSparkModel", "LlamaDSparkModel", "Qwen3Eagle3Model"  # LLAMA is ours: no q/k norm, which no engine knows
-HEAD_TYPES = {"vanilla": "markov", "gated": "gated", "rnn": "rnn"}
-# what our layers cannot do, and a config may ask for: field, the only values that we can serve
-ONLY = dict(rope_type=("default",), attention_bias=(False, None), hidden_act=("silu", None), is_causal=(False, None),
-            causal=(False, None), use_swa=(False, None))
+# Configuration
 
 
-def load_drafter(folder, target: Target, packed=True) -> Drafter:
-    """Read a folder and put the drafter beside its target, as drafter.load() does with a file. Tensor by tensor, cast as it is read;
-    and where embedding or head equal the target's, those serve both: nothing stays in memory twice."""
-    c = drafter_config(folder, target)
-    get, t = drafter_tensors(folder, target), target.config
-    V, D, r, K = t.vocab_size, t.d_model, c["markov_rank"], c["draft_vocab_size"]
-    shape = replace(t, n_heads=c["num_attention_heads"], n_kv_heads=c["num_key_value_heads"], head_dim=c["head_dim"],
-                    d_ff=c["intermediate_size"], rope_base=c["rope_theta"], norm_eps=c["rms_norm_eps"], qk_norm=c["architecture"] != LLAMA)
-    config = DrafterConfig(c["block_size"], c["num_hidden_layers"], c["target_layer_ids"], c["head"], r)
-    draft_ids = torch.arange(V, device=target.device)
-    if K < V:  # d2t is an offset
-        draft_ids = draft_ids[:K] + get("d2t", K).long()
-        if not (draft_ids.diff() > 0).all() or not 0 <= draft_ids[0] <= draft_ids[-1] < V:
-            raise ValueError(f"{folder}: d2t maps to {draft_ids.tolist()[:4]} ..: draft ids must rise within 0..{V - 1}; export it again")
-    kind = Eagle3 if c["head"] == "eagle" else Drafter
-    with torch.device("meta"):  # shapes only: no time spent initialising what is about to be overwritten
-        drafter = kind(config, target, draft_ids, shape)
-        # by target id, as the format has it: every id its own row, drafted or not
-        drafter.head.W1 = nn.Embedding(V, r)
-    drafter.cos, drafter.sin = (x.to(target.device) for x in rope_table(t.max_len + config.gamma, shape.head_dim, shape.rope_base))
-    drafter.w1_row = torch.arange(V, device=target.device)
-
-    embed, head_rows = get("embed_tokens.weight", V, D), get("lm_head.weight", K, D)
-    mask_id = c["mask_token_id"]
-    # the mask's row may differ and the target's embedding still serve: a block begins with a token, and that id is none
-    parts = [slice(None)] if mask_id is None else [slice(mask_id), slice(mask_id + 1, None)]
-    if not all(torch.equal(embed[part], target.embed.weight[part]) for part in parts):
-        drafter.embed = embed
-    if not torch.equal(head_rows, drafter.head_rows):
-        drafter.head_rows = head_rows
-    state = layer_state(get, c, shape, eagle=kind is Eagle3)
-    state |= {"head.W1.weight": embed.new_zeros(V, 0), "head.W2.weight": embed.new_zeros(K, 0)}
-    if kind is Drafter:
-        state |= {"mask": embed[mask_id].clone(), "context_norm.weight": get("hidden_norm.weight", D)}
-    if r:
-        state |= {"head.W1.weight": get("markov_head.markov_w1.weight", V, r), "head.W2.weight": get("markov_head.markov_w2.weight", K, r)}
-    if c["head"] == "gated":
-        state["head.gate.weight"] = get("markov_head.gate_proj.weight", r, D + r)
-        state["head.gate.bias"] = get("markov_head.gate_proj.bias", r)
-    if c["head"] == "rnn":
-        state["head.joint.weight"] = get("markov_head.joint_proj.weight", 3 * r, 2 * r + D)
-        state["head.joint.bias"] = get("markov_head.joint_proj.bias", 3 * r)
-    if c["enable_confidence_head"]:
-        seen = r if c["confidence_head_with_markov"] else 0
-        weight = get("confidence_head.proj.weight", 1, D + seen)
-        state["confidence.weight"] = torch.cat([weight, weight.new_zeros(1, r - seen)], dim=1)  # our head reads W1[x] always
-        state["confidence.bias"] = get("confidence_head.proj.bias", 1)
-    else:
-        drafter.confidence = None
-    drafter.load_state_dict(state, assign=True)
-    drafter = drafter.eval().requires_grad_(False)
-    return drafter.pack() if packed else drafter
-
-
-def layer_state(get, c, shape, eagle):
-    """The tensors that every kind has: fusion, layers and final norm, under our names. An Eagle-3 layer reads [embedding ; state], 2 D."""
-    D, F, d, H, J = shape.d_model, shape.d_ff, shape.head_dim, shape.n_heads, shape.n_kv_heads
-    width = 2 * D if eagle else D
-    state = {"context_proj.weight": get("fc.weight", D, len(c["target_layer_ids"]) * D), "norm.weight": get("norm.weight", D)}
-    for i in range(c["num_hidden_layers"]):
-        a, b = f"layers.{i}.self_attn.", f"layers.{i}."
-        rows = [get(f"{a}{x}_proj.weight", n * d, width) for x, n in (("q", H), ("k", J), ("v", J))]
-        state[b + "attn.qkv.weight"] = torch.cat(rows)
-        state[b + "attn.out.weight"] = get(a + "o_proj.weight", D, H * d)
-        if shape.qk_norm:
-            state[b + "attn.q_norm.weight"], state[b + "attn.k_norm.weight"] = get(a + "q_norm.weight", d), get(a + "k_norm.weight", d)
-        state[b + "mlp.gate_up.weight"] = torch.cat([get(f"{b}mlp.{x}_proj.weight", F, D) for x in ("gate", "up")])
-        state[b + "mlp.down.weight"] = get(b + "mlp.down_proj.weight", D, F)
-        state[b + "mlp_norm.weight"] = get(b + "post_attention_layernorm.weight", D)
-        state[b + ("attn_norm.token.weight" if eagle else "attn_norm.weight")] = get(b + "input_layernorm.weight", D)
-        if eagle:
-            state[b + "attn_norm.state.weight"] = get(b + "hidden_norm.weight", D)
-    return state
-
-
-def drafter_config(folder, target: Target | None = None) -> dict:
-    """config.json -> the fields that matter, checked by themselves and, if given, against the target: sizes, architecture, head (our
-    name), rope_theta, and what a kind lacks filled in (rank 0, the whole vocabulary, no confidence head)."""
-    path = Path(folder) / "config.json"
+def read_config(folder: Path, max_len: int) -> TargetConfig:
+    """config.json -> TargetConfig; max_len is cut to what the model was trained for."""
+    path = folder / "config.json"
+    config = read_json(path)
     try:
-        c = json.loads(path.read_text())
-        c = {**(c.get("dflash_config") or {}), **c}  # some trainers keep the drafter's own fields in there
-        architecture = (c.get("architectures") or [None])[0]
-        rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})  # the newer name holds the base as well
-        c |= dict(rope_type=rope.get("rope_type", rope.get("type", "default")), layer_types=list(c.get("layer_types") or []))
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no config.json: --drafter takes a checkpoint folder, a .safetensors file of train.py, or none")
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{path} is not the configuration of a model: fetch it again")
-    if architecture not in (DSPARK, LLAMA, EAGLE):
-        raise ValueError(f"{folder}: unknown architecture {architecture}: choose a {DSPARK} (DSpark, DFlash) or a {EAGLE}")
+        architecture = (config.get("architectures") or ["none"])[0]
+        if architecture not in ARCHITECTURES:
+            raise SetupError(f"{path}: architecture {architecture} is not supported, only {' and '.join(ARCHITECTURES)}")
+        qk_norm = ARCHITECTURES[architecture]
+        # transformers 5 keeps all of RoPE in one place, rope_parameters; before, rope_theta stood apart from rope_scaling
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        for key, value in ONLY.items():
+            found = rope.get(key, config.get(key))
+            if found is not None and found != value:
+                raise SetupError(f"{path}: {key} {str(found)[:60]} is not supported, only {value}")
+        if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            raise SetupError(f"{path}: layer_types other than full_attention are not supported")
+        # save_pretrained writes all sizes; the exceptions, by hand-written files, are the keys with a default below
+        H, D = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or (128 if qk_norm else D // H)  # where the key is missing, each class has its own default
+        c = TargetConfig(
+            vocab_size=config["vocab_size"], n_layers=config["num_hidden_layers"], d_model=D, n_heads=H,
+            n_kv_heads=config.get("num_key_value_heads") or H, head_dim=head_dim, d_ff=config["intermediate_size"],
+            rope_base=float(rope.get("rope_theta", config.get("rope_theta", 1e4))), norm_eps=float(config["rms_norm_eps"]),
+            max_len=min(max_len, config["max_position_embeddings"]), tied=bool(config.get("tie_word_embeddings")), qk_norm=qk_norm,
+            rope_scaling=read_scaling(path, rope), eos=read_ends(folder, config))
+        # json knows no schema: a size may be text, or missing by being null
+        sizes = (c.vocab_size, c.n_layers, D, H, c.n_kv_heads, head_dim, c.d_ff, c.max_len)
+        if not all(isinstance(n, int) and n > 0 for n in sizes) or H % c.n_kv_heads or head_dim % 2:
+            raise ValueError("sizes that fit no model")
+        return c
+    except KeyError as error:
+        raise SetupError(f"{path} lacks {error}: download it again")
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise SetupError(f"{path} is broken ({one_line(error)}): download it again")
 
-    def field(name, kind=int, default=None):
-        value = c.get(name, default)
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):  # in Python a bool is an int
-            raise ValueError(f"{path}: {name} is {value!r}, which cannot be: fetch it again, or export it again")
-        return value
 
-    out = {name: field(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                                          "num_hidden_layers", "vocab_size")}
-    out |= dict(architecture=architecture, head_dim=field("head_dim", default=out["hidden_size"] // max(1, out["num_attention_heads"])),
-                rms_norm_eps=field("rms_norm_eps", float), rope_theta=field("rope_theta", (int, float), rope.get("rope_theta")),
-                target_layer_ids=field("target_layer_ids", list), draft_vocab_size=field("draft_vocab_size", default=out["vocab_size"]),
-                markov_rank=0, head="none", mask_token_id=None, enable_confidence_head=False)
-    if architecture == EAGLE:
-        out |= dict(head="eagle", block_size=field("ttt_length"))
+def read_scaling(path, rope: dict) -> tuple:
+    """RoPE's settings -> TargetConfig.rope_scaling."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" and not any(isinstance(value, dict) for value in rope.values()):  # nested: one RoPE per kind of layer
+        return ()
+    if kind == "linear":
+        return kind, float(rope["factor"])
+    if kind == "llama3":
+        return kind, *(float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    raise SetupError(f"{path}: rope type {kind} is not supported, only default, linear and llama3")
+
+
+def read_ends(folder: Path, config: dict) -> tuple[int, ...]:
+    """The ids that end an answer: an instruct model often has several (end of turn, end of text)."""
+    ends = read_json(folder / "generation_config.json", {}).get("eos_token_id")
+    ends = config.get("eos_token_id") if ends is None else ends
+    ends = ends if isinstance(ends, list) else [ends]
+    if not ends or not all(isinstance(i, int) for i in ends):
+        raise SetupError(f"{folder} names no ids that end an answer: add eos_token_id to its generation_config.json")
+    return tuple(ends)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def layout(c: TargetConfig) -> dict[str, tuple[str, slice]]:
+    """Hugging Face's name of every tensor -> (our parameter, its rows of it). Theirs keep q, k, v and gate, up apart; we stack them.
+    Their q and k are for half-split RoPE, as ours, so no row changes its place within a head (GGUF's do)."""
+    every, q, kv = slice(None), c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    places = {"model.embed_tokens.weight": ("embed.weight", every), "model.norm.weight": ("norm.weight", every)}
+    if not c.tied:
+        places["lm_head.weight"] = ("head.weight", every)
+    for i in range(c.n_layers):
+        parts = {
+            "input_layernorm": ("attn_norm", every), "post_attention_layernorm": ("mlp_norm", every),
+            "self_attn.q_proj": ("attn.qkv", slice(0, q)), "self_attn.k_proj": ("attn.qkv", slice(q, q + kv)),
+            "self_attn.v_proj": ("attn.qkv", slice(q + kv, q + 2 * kv)), "self_attn.o_proj": ("attn.out", every),
+            "mlp.gate_proj": ("mlp.gate_up", slice(0, c.d_ff)), "mlp.up_proj": ("mlp.gate_up", slice(c.d_ff, 2 * c.d_ff)),
+            "mlp.down_proj": ("mlp.down", every)}
+        if c.qk_norm:
+            parts |= {"self_attn.q_norm": ("attn.q_norm", every), "self_attn.k_norm": ("attn.k_norm", every)}
+        places |= {f"model.layers.{i}.{name}.weight": (f"layers.{i}.{ours}.weight", rows) for name, (ours, rows) in parts.items()}
+    return places
+
+
+def empty_target(c: TargetConfig) -> Target:
+    """Shapes without storage."""
+    with torch.device("meta"):
+        return Target(c)
+
+
+def find_tensors(folder: Path, c: TargetConfig) -> dict[Path, list[str]]:
+    """File -> the tensors to take from it. Reads headers only: what is missing or of a wrong shape is refused before any weight is
+    read."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index).get("weight_map")  # tensor -> file; only the files count, their own headers are the truth
+        if not isinstance(names, dict) or not names:
+            raise SetupError(f"{index} is broken (no weight_map): download it again")
+        paths = [folder / str(name) for name in sorted(set(map(str, names.values())))]
     else:
-        out |= dict(block_size=field("block_size"), mask_token_id=field("mask_token_id"), markov_rank=field("markov_rank"),
-                    enable_confidence_head=field("enable_confidence_head", bool))
-    if out["markov_rank"]:
-        kind = c.get("markov_head_type")
-        if kind not in HEAD_TYPES:
-            raise ValueError(f"{path}: unknown head type {kind!r}: {', '.join(HEAD_TYPES)} are known; choose another checkpoint")
-        out["head"] = HEAD_TYPES[kind]
-    if out["enable_confidence_head"]:
-        out["confidence_head_with_markov"] = field("confidence_head_with_markov", bool)
-    check_drafter(path, c, out, target)
-    return out
-
-
-def check_drafter(path, c, out, target):
-    """What would be read without an error and run wrong, since a drafter that is only bad is hard to notice; and what cannot be."""
-    for name, known in ONLY.items():
-        if c.get(name) not in known:
-            raise ValueError(f"{path}: {name} {c[name]!r} is not supported in a drafter; choose another checkpoint")
-    if any(x != "full_attention" for x in c["layer_types"]):
-        raise ValueError(f"{path}: layer types {c['layer_types']} are not supported in a drafter, only full_attention; choose another")
-    if out["head"] == "eagle" and out["num_hidden_layers"] != 1:
-        raise ValueError(f"{path}: {out['num_hidden_layers']} Eagle layers: only one can be drafted with; choose another checkpoint")
-    depth = c.get("num_target_layers")
-    if target:
-        t = target.config
-        for name, ours in dict(hidden_size=t.d_model, vocab_size=t.vocab_size, num_target_layers=t.n_layers).items():
-            if c.get(name, ours) != ours:
-                raise ValueError(f"{path.parent} was made for another target: its {name} is {c[name]}, this one's {ours}; choose another")
-        depth = t.n_layers
-    layers, mask_id = out["target_layer_ids"], out["mask_token_id"] or 0
-    known = range(-1, depth - 1) if depth else layers
-    if not layers or not all(isinstance(i, int) for i in layers) or layers != sorted(set(layers) & set(known)):
-        raise ValueError(f"{path}: target_layer_ids {layers} must rise, from -1 on and without the target's last layer: choose another")
-    if not 0 <= mask_id < out["vocab_size"] or not 1 <= out["draft_vocab_size"] <= out["vocab_size"]:
-        raise ValueError(f"{path}: mask_token_id {mask_id} or draft_vocab_size {out['draft_vocab_size']} lies outside the vocabulary: "
-                         "fetch it again, or export it again")
-    if min(out[x] for x in ("block_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")) < 1 or (
-            out["num_attention_heads"] % out["num_key_value_heads"] or out["head_dim"] % 2 or out["markov_rank"] < 0):
-        raise ValueError(f"{path}: heads, layers, block or rank that cannot be: fetch it again, or export it again")
-
-
-def drafter_tensors(folder, target: Target):
-    """-> get(name, *shape): one tensor in the target's dtype, on its device, read when asked for (safetensors files are mapped)."""
-    folder = Path(folder)
-    index, opened = folder / "model.safetensors.index.json", {}
-    try:
-        where = dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else None  # name -> shard
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{index} is broken: fetch it again")
-
-    def get(name, *shape):
-        file = folder / ("model.safetensors" if where is None else str(where.get(name, "")))
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        other = " (its .bin files are not read: they can run code)" if list(folder.glob("*.bin")) else ""
+        raise SetupError(f"{folder} holds no weights in *.safetensors{other}: download them, or save the model with save_pretrained")
+    places, shapes = layout(c), {name: p.shape for name, p in empty_target(c).named_parameters()}
+    files, missing = {}, set(places)
+    for path in paths:
         try:
-            if file != folder and file not in opened:
-                opened[file] = safe_open(file, framework="pt")
-            if file == folder or name not in opened[file].keys():
-                raise ValueError(f"{folder} lacks the tensor {name}: fetch it again, or export it again")
-            tensor = opened[file].get_tensor(name)
+            with safe_open(path, framework="pt") as f:
+                found = {name: torch.Size(f.get_slice(name).get_shape()) for name in f.keys()}
         except FileNotFoundError:
-            raise ValueError(f"{folder} lacks the file {file.name}: fetch the whole folder")
+            raise SetupError(f"{folder} lacks {path.name}, one of {len(paths)} files of its weights: download it")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is broken ({' '.join(str(error).split())[:100]}): fetch it again")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, but by config.json it is {shape}: fetch both again")
-        # a copy, even in the same dtype: what is mapped would go with the file, and lies where products round differently
-        return tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-
-    return get
-
-
-# ----- writing ---------------------------------------------------------------------------------------------------------
-
-
-def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32, num_anchors=512):
-    """Write a drafter as a folder in the DeepSpec format; read again in the same dtype it is the same, bit for bit.
-
-    mask_token_id  the id whose row of embed_tokens will hold the mask vector: one that no text has (unused_id below finds it)
-    num_anchors    of training; nothing here reads it, but the format's class insists on the field
-    What the format cannot say, and what is done: anchor_state and our own Eagle are refused. A layer without q/k norm (a Llama-family
-    target's) is written without those tensors under the name LlamaDSparkModel: a norm cannot be the identity, so an engine must refuse
-    the folder, not misread it. A reduced draft vocabulary is written as draft_vocab_size and d2t, as vLLM reads it: rows that never win
-    cannot be had by weights, since the head has no bias. A drafter whose calibration was fitted keeps it in train.py's record.
-    """
-    c, t, folder = drafter.config, drafter.target_config, Path(folder)
-    if c.anchor_state:
-        raise ValueError(f"a drafter with {'head eagle' if c.head == 'eagle' else '--anchor-state'} has parts that the DeepSpec format "
-                         "lacks: export one trained without")
-    if not 0 <= mask_token_id < t.vocab_size:
-        raise ValueError(f"mask token id {mask_token_id}: must be in 0..{t.vocab_size - 1}, an id that no text has")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: choose another folder, or remove it")
-    # clones: parts of one matrix are tensors of their own there
-    tensors = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).clone(memory_format=torch.contiguous_format)
-               for name, w in format_tensors(drafter, mask_token_id).items()}
-    config = format_config(drafter) | dict(mask_token_id=mask_token_id, num_anchors=num_anchors, torch_dtype=str(dtype).split(".")[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
-    (folder / "model.safetensors.part").replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: without it the folder is no checkpoint
+            raise SetupError(f"{path} is no whole safetensors file ({one_line(error)}): download it again")
+        files[path] = []
+        for name, shape in found.items():
+            if name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight"):
+                continue  # computed from the configuration; a second copy of the embedding
+            if name not in places:
+                raise SetupError(f"{path} holds {name}, which this architecture has no place for: is config.json that of another model?")
+            ours, rows = places[name]
+            wanted = torch.Size([len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]])
+            if shape != wanted:
+                raise SetupError(f"{path}: {name} is {list(shape)}, but by config.json it should be {list(wanted)}: they do not "
+                                 "belong together")
+            files[path].append(name)
+            missing.discard(name)
+    if missing:
+        raise SetupError(f"{folder} lacks {len(missing)} of {len(places)} tensors, {min(missing)} among them: download its weights again")
+    return files
 
 
-def format_tensors(drafter, mask_token_id) -> dict:
-    """A drafter's weights under the format's names: layer_state() and the rest of load_drafter(), backwards."""
-    c, t, K = drafter.config, drafter.target_config, len(drafter.draft_ids)
-    H, J, d = t.n_heads, t.n_kv_heads, t.head_dim
-    embed = drafter.embed.to(drafter.dtype).clone()
-    embed[mask_token_id] = drafter.mask  # as an anchor that id would now look like a mask: why it must be an unused one
-    tensors = {"embed_tokens.weight": embed, "lm_head.weight": drafter.head_rows, "fc.weight": drafter.context_proj.weight,
-               "hidden_norm.weight": drafter.context_norm.weight, "norm.weight": drafter.norm.weight}
-    for i, layer in enumerate(drafter.layers):
-        a, b = f"layers.{i}.self_attn.", f"layers.{i}."
-        for x, w in zip("qkv", layer.attn.qkv.weight.split([H * d, J * d, J * d])):
-            tensors[f"{a}{x}_proj.weight"] = w
-        tensors[a + "o_proj.weight"] = layer.attn.out.weight
-        if t.qk_norm:
-            tensors[a + "q_norm.weight"], tensors[a + "k_norm.weight"] = layer.attn.q_norm.weight, layer.attn.k_norm.weight
-        tensors[b + "mlp.gate_proj.weight"], tensors[b + "mlp.up_proj.weight"] = layer.mlp.gate_up.weight.chunk(2)
-        tensors[b + "mlp.down_proj.weight"] = layer.mlp.down.weight
-        tensors[b + "input_layernorm.weight"] = layer.attn_norm.weight
-        tensors[b + "post_attention_layernorm.weight"] = layer.mlp_norm.weight
-    if c.rank:
-        # (V, r): ids that share a row get a copy each
-        tensors["markov_head.markov_w1.weight"] = drafter.head.W1.weight[drafter.w1_row]
-        tensors["markov_head.markov_w2.weight"] = drafter.head.W2.weight
-    for kind, ours, theirs in (("gated", "gate", "gate_proj"), ("rnn", "joint", "joint_proj")):
-        if c.head == kind:  # rows and columns are in the same order already
-            tensors |= {f"markov_head.{theirs}.{x}": getattr(getattr(drafter.head, ours), x) for x in ("weight", "bias")}
-    if drafter.confidence is not None:
-        tensors |= {f"confidence_head.proj.{x}": getattr(drafter.confidence, x) for x in ("weight", "bias")}
-    if K < t.vocab_size:
-        tensors["d2t"] = drafter.draft_ids - torch.arange(K, device=drafter.draft_ids.device)
-    return tensors
+def read_weights(files, c: TargetConfig, dtype, device) -> Target:
+    """Every tensor goes from its file to its rows of our parameter; the file is mapped, not read, so this is the only copy."""
+    model, places = empty_target(c), layout(c)
+    state = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in model.named_parameters()}  # a tied head counts once
+    for path, names in files.items():
+        with safe_open(path, framework="pt") as f:
+            for name in names:
+                ours, rows = places[name]
+                state[ours][rows].copy_(f.get_tensor(name))
+    if c.tied:
+        state["head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, assign=True)
+    if c.tied:
+        model.head.weight = model.embed.weight  # one parameter, not two of one storage: a cast would part them
+    model.set_rope()  # buffers were born without storage too
+    return model.to(device).eval().requires_grad_(False)
 
 
-def format_config(drafter) -> dict:
-    """config.json but for what export_drafter() is told: the drafter's own fields, then those of Qwen3 that its class reads."""
-    c, t, K, confidence = drafter.config, drafter.target_config, len(drafter.draft_ids), drafter.confidence is not None
-    config = dict(architectures=[DSPARK if t.qk_norm else LLAMA], model_type="qwen3" if t.qk_norm else "llama", block_size=c.gamma,
-                  target_layer_ids=list(c.feature_layers), num_target_layers=t.n_layers, markov_rank=c.rank,
-                  enable_confidence_head=confidence, confidence_head_with_markov=confidence and c.rank > 0)
-    if c.rank:
-        config["markov_head_type"] = {ours: theirs for theirs, ours in HEAD_TYPES.items()}[c.head]
-    if K < t.vocab_size:
-        config["draft_vocab_size"] = K
-    return config | dict(
-        hidden_size=t.d_model, intermediate_size=t.d_ff, num_hidden_layers=c.n_layers, num_attention_heads=t.n_heads, head_dim=t.head_dim,
-        num_key_value_heads=t.n_kv_heads, vocab_size=t.vocab_size, max_position_embeddings=t.max_len, rms_norm_eps=t.norm_eps,
-        rope_theta=t.rope_base, hidden_act="silu", attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
-        use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * c.n_layers)
+def memory(c: TargetConfig, dtype) -> dict[str, int]:
+    """Bytes of the weights, of one request's cache, and of the reordered copy that pack() makes on a CPU in bf16."""
+    model = empty_target(c)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    return dict(weights=sum(p.numel() for p in model.parameters()) * dtype.itemsize,
+                cache=2 * c.n_layers * c.max_len * c.n_kv_heads * c.head_dim * dtype.itemsize, packed=linear * dtype.itemsize)
 
 
-def limits(drafter) -> list[str]:
-    """Why vLLM or SGLang would not take this drafter's folder, one line each; as read in their sources, not tried."""
-    notes = []
-    if not drafter.target_config.qk_norm:
-        notes.append(f"no q/k norm (a Llama-family target's layers): the folder's class is {LLAMA}, which no engine knows")
-    if len(drafter.draft_ids) < drafter.target_config.vocab_size:
-        notes.append("a reduced draft vocabulary (d2t, draft_vocab_size): vLLM reads it, SGLang and the format's own code do not")
-    if drafter.config.head in ("gated", "rnn"):
-        notes.append(f"a {drafter.config.head} head: their classes have the vanilla one only")
-    if drafter.config.head == "none" and drafter.confidence is not None:
-        notes.append("a confidence head without a sequential one: SGLang's class refuses that")
-    return notes
+def free_memory(device) -> float:
+    """Bytes that can be had on the device."""
+    if str(device) == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    except (OSError, TypeError):  # another system: it will say so itself
+        return float("inf")
 
 
-def unused_id(encoding, vocab_size, used):
-    """An id for the mask: the first row of the embedding beyond the tokenizer (Qwen3 has some: 151669), else the last special token
-    that a conversation does not use. used: ids that one does."""
-    for i in range(vocab_size):
-        try:
-            encoding.decode_single_token_bytes(i)
-        except KeyError:
-            return i
-    free = {encoding.encode_single_token(text) for text in encoding.special_tokens_set} - set(used)
-    if not free:
-        raise ValueError("every id of this vocabulary is used: name one that your texts lack with --mask-token-id")
-    return max(free)
+def check_memory(name, c: TargetConfig, dtype, device, drafter=None) -> bool:
+    """Print what target and drafter will take, or refuse -> whether there is room to pack() as well."""
+    # activations are left out: a few rows of a few thousand numbers. So is training, which needs several times as much
+    need, free = memory(c, dtype), free_memory(device)
+    beside = drafter_weights(drafter) * dtype.itemsize
+    total = need["weights"] + need["cache"] + beside
+    text = (f"{name} in {str(dtype).removeprefix('torch.')}: weights {need['weights'] / 1e9:.2f} GB, drafter {beside / 1e9:.2f} GB, "
+            f"a request of {c.max_len} tokens {need['cache'] / 1e9:.2f} GB; together {total / 1e9:.2f} GB")
+    if total > free:
+        smaller = "--dtype bf16, " if dtype.itemsize > 2 else ""
+        raise SetupError(f"{text}, but {device} has {free / 1e9:.2f} GB free: use {smaller}a smaller model or another --device")
+    # pack() trades memory for speed; a model that only fits once runs, slower
+    packed = str(device) == "cpu" and dtype == torch.bfloat16 and total + need["packed"] <= free
+    if packed:
+        text += f" and {need['packed'] / 1e9:.2f} GB for weights reordered for this processor"
+    print(f"{text}; {free / 1e9:.2f} GB free", file=sys.stderr)
+    return packed
+
+
+def drafter_weights(path) -> int:
+    """How many numbers a drafter's file or folder holds; 0 where there is none (who loads it will say so)."""
+    if path is None:
+        return 0
+    paths, n = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path], 0
+    try:
+        for p in paths:
+            with safe_open(p, framework="pt") as f:
+                n += sum(torch.Size(f.get_slice(name).get_shape()).numel() for name in f.keys())
+        return n
+    except (SafetensorError, OSError):
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer and chat template
+
+
+class Tokenizer(tiktoken.Encoding):
+    """tiktoken's Encoding, and what else belongs to a model's tokenizer: how text is normalised, how a chat is written."""
+
+    def __init__(self, ranks, special, split, nfc):
+        super().__init__("checkpoint", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+        self.nfc, self.before, self.after, self.strip = nfc, None, None, False  # the last three: read_chat()
+
+    def encode_ordinary(self, text):
+        return super().encode_ordinary(unicodedata.normalize("NFC", text) if self.nfc else text)
+
+    def chat(self, prompt: str) -> list[int]:
+        """The template's text around the user's. Special tokens are recognised in the template alone: a prompt cannot forge one. Text
+        merges across the seam, as if it had been written in one piece."""
+        prompt = prompt.strip() if self.strip else prompt
+        ids = []
+        for k, piece in enumerate([*self.before[:-1], self.before[-1] + prompt + self.after[0], *self.after[1:]]):
+            ids += [self.encode_single_token(piece)] if k % 2 else smollm2.encode(self, piece)
+        return ids
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """tokenizer.json, or vocab.json and merges.txt, as a byte-level BPE for tiktoken. SetupError for tokenizers of other kinds."""
+    settings = read_json(folder / "tokenizer_config.json", {})
+    whole = folder / "tokenizer.json"
+    try:
+        if whole.is_file():
+            vocab, merges, added, split, nfc = read_tokenizer_json(read_json(whole))
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            vocab, merges, added, split, nfc = read_vocab_and_merges(folder, settings)
+        else:
+            raise SetupError(f"{folder} has no tokenizer: download tokenizer.json, or vocab.json and merges.txt")
+        tokenizer = to_tiktoken(vocab, merges, added, split, nfc, vocab_size)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise SetupError(f"the tokenizer of {folder} is not one that can be read here ({one_line(error)}): use a model with byte-level BPE")
+    read_chat(folder, settings, tokenizer)
+    return tokenizer
+
+
+def read_tokenizer_json(content: dict):
+    """-> vocabulary {token: id}, merges [(left, right)], added tokens {text: id}, split pattern, whether text is brought to NFC."""
+    model, normalizer = content["model"], content.get("normalizer") or {"type": "none"}
+    # byte fallback marks SentencePiece (Llama 2), prefixes and suffixes mark older kinds of BPE, which know words
+    strange = any(model.get(key) for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"))
+    if model.get("type", "BPE") != "BPE" or strange:
+        raise ValueError("its model is not byte-level BPE")
+    if normalizer["type"] not in ("none", "NFC"):
+        raise ValueError(f"normalizer {normalizer['type']}")
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    added = {t["content"]: t["id"] for t in content.get("added_tokens", [])}
+    if model.get("ignore_merges") and {t for t in model["vocab"] if len(t) > 1} - set(added) - {a + b for a, b in merges}:
+        raise ValueError("tokens that no merge makes")  # Llama-3's flag: such a token stands for a piece of text that equals it
+    return model["vocab"], merges, added, split_pattern(content.get("pre_tokenizer") or {}), normalizer["type"] == "NFC"
+
+
+def split_pattern(pre: dict) -> str:
+    """The pre-tokenizer as one pattern for tiktoken. Three kinds are in use; all end in the byte alphabet."""
+    steps = pre.get("pretokenizers", [pre])
+    *first, last = steps
+    kinds = [step.get("type") for step in steps]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        if kinds == ["ByteLevel"] and last.get("use_regex", True):
+            return GPT2_SPLIT
+        if kinds == ["Digits", "ByteLevel"] and first[0].get("individual_digits") and last.get("use_regex", True):
+            return smollm2.SPLIT
+        if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):  # Qwen, Llama 3: the file holds the pattern itself
+            if first[0]["behavior"] == "Isolated" and not first[0].get("invert"):  # matches are pieces, nothing is thrown away
+                return first[0]["pattern"]["Regex"]
+    raise ValueError(f"pre-tokenizer {' + '.join(map(str, kinds))}, or its settings")
+
+
+def read_vocab_and_merges(folder: Path, settings: dict):
+    """The older form says neither how text is split nor how it is normalised: the class of the tokenizer does."""
+    kind = settings.get("tokenizer_class", "none").removesuffix("Fast")
+    if kind not in ("Qwen2Tokenizer", "GPT2Tokenizer"):
+        raise ValueError(f"tokenizer class {kind} without a tokenizer.json")
+    # one merge a line. Not splitlines(): a merge may hold characters that Unicode counts as line ends
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    added = {t["content"]: int(i) for i, t in settings.get("added_tokens_decoder", {}).items()}
+    added |= read_json(folder / "added_tokens.json", {})
+    qwen = kind == "Qwen2Tokenizer"
+    return read_json(folder / "vocab.json"), merges, added, QWEN_SPLIT if qwen else GPT2_SPLIT, qwen
+
+
+def to_tiktoken(vocab, merges, added, split, nfc, vocab_size) -> Tokenizer:
+    """tiktoken merges whichever neighbours make the token of the lowest id. That is BPE by a list of merges exactly if ids rise
+    along that list, and if no other token can come about."""
+    alphabet = smollm2.byte_alphabet()
+    # Llama 3's list holds every split of a token, one after the other: ids may also stay
+    made = [vocab[left + right] for left, right in merges]
+    if any(a > b for a, b in zip(made, made[1:])):
+        raise ValueError("ids are not in the order of the merges")
+    made = set(made)
+    ranks, special = {}, dict(added)
+    for token, i in vocab.items():
+        if token in added:  # SmolLM2 keeps its added tokens in the vocabulary as well
+            continue
+        if i in made or len(token) == 1:
+            ranks[bytes(alphabet[c] for c in token)] = i
+        else:
+            special[f"<|unreachable {token}|>"] = i  # never encoded: no merge leads there
+    if max([*ranks.values(), *special.values()]) >= vocab_size:
+        raise ValueError(f"it has ids beyond config.json's vocab_size {vocab_size}")
+    known = {*ranks.values(), *special.values()}
+    if len(known) < len(ranks) + len(special):  # tiktoken would end the program
+        raise ValueError("two of its tokens share an id")
+    # embeddings are often padded to a round number of rows; a model may, though it should not, say one of those
+    special |= {f"<|unused {i}|>": i for i in range(vocab_size) if i not in known}
+    return Tokenizer(smollm2.with_all_bytes(ranks), special, split, nfc)
+
+
+MARK = "\ue000"  # for private use: no template contains it
+
+
+def read_chat(folder: Path, settings: dict, tokenizer: Tokenizer):
+    """Run the template once, on a marked prompt, and keep what it writes before and after: any template that copies the user's
+    message serves, whichever its format."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    if not isinstance(template, str):
+        raise SetupError(f"{folder} has no chat template: use an instruct model, or add chat_template.jinja")
+    try:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a downloaded template is somebody else's program
+    except ImportError:
+        raise SetupError("reading a chat template needs jinja2: pip install jinja2")
+
+    def refuse(message):
+        raise ValueError(message)
+
+    # as transformers runs it
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    jinja.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    # bos_token and its kin, as text or as a record; null is as good as absent, and must not be written as "None"
+    tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items()
+              if key.endswith("_token") and value is not None}
+    try:
+        # the tabs tell whether the template strips the message
+        text = jinja.from_string(template).render(messages=[dict(role="user", content=f"\t{MARK}\t")], add_generation_prompt=True,
+                                                  tools=None, documents=None, **tokens)
+        before, after = text.split(MARK)
+    except Exception as error:  # a template can fail in any way a program can
+        raise SetupError(f"the chat template of {folder} does not work for one user message ({one_line(error)}): use another model")
+    # Llama 3's template strips, ChatML's does not
+    tokenizer.strip = not (before.endswith("\t") and after.startswith("\t"))
+    # the longest first: of two that begin alike, the whole one is meant
+    special = "|".join(map(re.escape, sorted(tokenizer.special_tokens_set, key=len, reverse=True)))
+    # text, special, text, .., special, text
+    tokenizer.before, tokenizer.after = (re.split(f"({special})", part) for part in (before.removesuffix("\t"), after.removeprefix("\t")))
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(drafter_config(*sys.argv[1:2]), indent=1))
-    except (ValueError, TypeError) as error:  # no folder, or not one of these
-        sys.exit(f"checkpoints.py DIR: {error}")
+        folder = find_folder(sys.argv[1])
+        config, dtype = read_config(folder, 2048), getattr(torch, (sys.argv[2:] or ["bfloat16"])[0])
+        tokenizer = read_tokenizer(folder, config.vocab_size)
+        print(config, *(f"{k} {v / 1e9:.2f} GB" for k, v in memory(config, dtype).items()), sep="\n")
+        print(*(f"{i}:{tokenizer.decode([i])!r}" for i in tokenizer.chat("Why is the sky blue?")))
+    except SetupError as error:
+        sys.exit(str(error))
+    except (IndexError, AttributeError):
+        sys.exit("python checkpoints.py DIR [float32 or bfloat16]")

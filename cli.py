@@ -24,6 +24,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+import checkpoints
 import drafter as drafting
 import dspark
 import scheduler
@@ -36,6 +37,7 @@ STYLES = {"first": "dim", "accepted": "green", "correction": "yellow", "bonus": 
 POLICIES = ["plain", "fixed", "threshold", "scheduled", "async", "adaptive"]
 NOISY = 0.1  # a profile whose repeats differ by more is not kept
 GAMMA = 4  # the fastest block on two CPU cores, by bench.py; a GPU, or a better drafter, will want the whole one
+COPY = "+copy"  # after a drafter's name: CopyFirst
 DRAFTER = Path(__file__).parent / "weights" / "dspark.safetensors"
 
 
@@ -54,9 +56,10 @@ def parse(argv):
                    help="how much to verify: Algorithm 1 (scheduled), its asynchronous form, ours with T_draft in it (adaptive), the "
                         "whole block, up to the first doubtful token, nothing")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
-    p.add_argument("--target", help=f"GGUF file (default: {smollm2.FILE} in the user's cache, fetched on first use)")
+    p.add_argument("--target", help="GGUF file, folder as Hugging Face writes them (Llama, Qwen3), or hub name (default: "
+                   f"{smollm2.FILE} in the user's cache, fetched on first use)")
     p.add_argument("--drafter", help="safetensors file, its name in weights/ (default: dspark), a checkpoint folder, or none; with +copy "
-                                     "after it: copy where the text repeats")
+                   "after it: copy where the text repeats itself")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 where the hardware has it")
     p.add_argument("--trace", action="store_true", help="one line a cycle instead of the stream")
@@ -92,10 +95,11 @@ def best_dtype(device: str):
 
 
 def find_drafter(name) -> Path:
-    """A file or a checkpoint folder, or the name of one in weights/; None: the default."""
+    """A file or a checkpoint folder, or the name of one in weights/; None: the default. What follows a + is not part of it."""
     if name is None:
         return DRAFTER
-    if "." in str(name) or "/" in str(name):
+    name = str(name).removesuffix(COPY)
+    if "." in name or "/" in name:
         return Path(name)
     named = DRAFTER.with_name(f"{name}.safetensors")
     return Path(name) if Path(name).is_dir() and not named.exists() else named
@@ -111,14 +115,20 @@ def load(target=None, drafter=None, device="auto", dtype="auto", max_len=2048) -
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
     # target, drafter and caches share it; probabilities are fp32 in any case
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": best_dtype(device)}[dtype]
-    model, encoding = smollm2.load(target, dtype, device, max_len)
-    if drafter == "none":
+    path = None if drafter == "none" else find_drafter(drafter)
+    model, encoding = checkpoints.load_target(target, dtype, device, max_len, path)
+    if path is None:
         return Setup(model, None, encoding, {})
-    copies = str(drafter).endswith("+copy")
-    path = find_drafter(drafter.removesuffix("+copy") if copies else drafter)
-    drafter = drafting.load(path, model)
+    drafter, calibration = load_drafter(drafter, model)
+    return Setup(model, drafter, encoding, calibration)
+
+
+def load_drafter(name, target):
+    """What --drafter names -> (drafter, its calibration). NAME+copy copies first, and calibrates its network itself."""
+    path = find_drafter(name)
+    drafter = drafting.load(path, target)
     calibration = read_calibration(path, drafter.gamma)
-    return Setup(model, CopyFirst(drafter, calibration), encoding, {}) if copies else Setup(model, drafter, encoding, calibration)
+    return (CopyFirst(drafter, calibration), {}) if str(name).endswith(COPY) else (drafter, calibration)
 
 
 def read_calibration(path: Path, gamma: int) -> dict:
@@ -252,8 +262,9 @@ def show_costs(console, verify, draft, noise):
 
 
 def check_size(target, prompts):
-    """Refuse what cannot fit before it is tokenized: no token is longer than 81 bytes, and the tokenizer gives up at a megabyte."""
-    most = 81 * target.config.max_len
+    """Refuse what cannot fit before it is tokenized: no token is longer than 256 bytes (SmolLM2's: 81, Qwen3's: 128), and the tokenizer
+    gives up at a megabyte."""
+    most = 256 * target.config.max_len
     for p in prompts:
         if (size := len(p.encode("utf-8", "replace"))) > most:
             raise ValueError(f"a prompt of {size} bytes cannot fit the context of {target.config.max_len} tokens: shorten it")
@@ -306,7 +317,7 @@ class Streamer:
         hold = 0 if result.finish else max((len(s.encode()) - 1 for s in request.sampling.stop), default=0)
         for token, origin in list(zip(result.ids, result.origins))[self.n : max(self.n, len(result.ids) - hold)]:
             self.n += 1
-            if token != request.sampling.eos:
+            if token not in request.ends:
                 self.show(self.decoder.decode(self.encoding.decode_bytes([token])), STYLES[origin], result)
         if result.finish:
             self.show(self.decoder.decode(b"", final=True), "dim", result)  # a character that was never completed

@@ -3,8 +3,8 @@
     python train.py generate     dialogues into data/*.npz, each with a .features file beside it
     python train.py fit          makes the .features files that are missing (other feature layers, data from elsewhere), then trains
 
-Shard    numpy arrays: ids uint16 (all dialogues end to end), starts int64 (n + 1), answer int32 (index within the dialogue of the
-         first answer token), temperature float32 (at which the answer was drawn).
+Shard    numpy arrays: ids uint16, or uint32 for a large vocabulary (all dialogues end to end), starts int64 (n + 1), answer int32
+         (index within the dialogue of the first answer token), temperature float32 (at which the answer was drawn).
 Features per token, in bf16: hidden states of the drafter's feature layers (m * D) and the last normed hidden state (D); in
          float32 the log of the softmax's normaliser. With these, p_target of any token at any position costs one dot product,
          not a pass through the model: Sec. 5.1's "send hidden states, apply the head at sampled positions only".
@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+import checkpoints
 import smollm2
 from verify import logits_to_probs, sample
 
@@ -73,8 +74,11 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
     to the target: its rows are zero, and training looks at none of them.
     """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    ends = target.config.eos
     empty = smollm2.chat(encoding, "")  # system turn, user header | <|im_end|> \n, assistant header
-    cut = len(empty) - 1 - empty[::-1].index(smollm2.EOS)
+    if not set(ends) & set(empty):
+        raise ValueError(f"the chat template ends the user's turn with none of the ids that end an answer ({ends}): use an instruct model")
+    cut = max(i for i, token in enumerate(empty) if token in ends)
     prefix, header = empty[:cut], empty[cut:]
     slots, longest = min(slots, n), len(prefix) + max_question + len(header) + max_answer
     if longest > target.config.max_len:
@@ -90,7 +94,7 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
     def start(row):
         openings = OPENINGS[("math", "code", "chat")[rng.integers(3)]]
         # domain first, then opening: a domain with more openings is not asked more often
-        opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])
+        opening = smollm2.encode(encoding, openings[rng.integers(len(openings))])[: max_question - 1]
         return Writer(list(prefix), opening, float(rng.choice(TEMPERATURES, p=SHARES)), row)
 
     for first in range(0, n, slots):
@@ -120,9 +124,11 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
                 w.ids.append(token)
                 if given:
                     continue
-                ended = token == smollm2.EOS
+                ended = token in ends
                 if not w.answer:
                     if ended or len(w.ids) - len(prefix) >= max_question:  # the question is asked
+                        if ended:
+                            w.ids[-1] = header[0]  # of several ends, the template's own
                         w.forced = header[ended:]
                         w.answer = len(w.ids) + len(w.forced)
                 elif ended or len(w.ids) - w.answer >= max_answer:
@@ -135,7 +141,7 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
 
 def generate(args):
     """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     args.data.mkdir(parents=True, exist_ok=True)
     paths = [args.data / f"shard-{args.seed}-{i:04d}.npz" for i in range(-(-args.sequences // args.shard))]
     settings = f"{args.shard} {args.max_question} {args.max_answer}"
@@ -157,7 +163,7 @@ def generate(args):
             print(f"\r{path.name}: {len(dialogues)}/{args.shard} dialogues; {tokens} answer tokens, {tokens / seconds:.0f}/s, "
                   f"{left:.0f} min left ", end="", file=sys.stderr, flush=True)
         arrays = dict(
-            ids=np.array([t for w in dialogues for t in w.ids], np.uint16),
+            ids=np.array([t for w in dialogues for t in w.ids], np.uint16 if target.config.vocab_size <= 2**16 else np.uint32),
             starts=np.cumsum([0] + [len(w.ids) for w in dialogues]),
             answer=np.array([w.answer for w in dialogues], np.int32),
             temperature=np.array([w.temperature for w in dialogues], np.float32),

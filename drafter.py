@@ -11,7 +11,7 @@ State    a KVCache of its own. Its invariant: positions before the anchor hold k
          own are written at the anchor and after it, as scratch that the next extend() overwrites.
 Vocabulary  draft tokens come from draft_ids, the K most frequent ids (K = V: all); p_draft is zero elsewhere. Embedding and
          head are the target's, frozen; the K rows of the head are selected once. On a small model they are most of T_draft.
-         (A released drafter brings its own; so it may its layers' shape: checkpoints.py.)
+         (A released drafter brings its own; so it may its layers' shape: deepspec.py.)
 Letters  R requests, G draft positions, N rows, D width, m feature layers, V vocabulary, K draft vocabulary, r rank.
 Alone    python drafter.py    (a tiny random drafter proposes for a tiny random target)
 """
@@ -115,7 +115,7 @@ class Drafter(nn.Module):
         self.head = SequentialHead(c.head, t.d_model, c.rank, K)
         self.confidence = nn.Linear(t.d_model + c.rank, 1)
         # Buffers, not parameters: frozen, and not stored with the drafter's weights.
-        cos, sin = rope_table(t.max_len + c.gamma, t.head_dim, t.rope_base)
+        cos, sin = rope_table(t.max_len + c.gamma, t.head_dim, t.rope_base, t.rope_scaling)
         w1_row = torch.full((t.vocab_size,), K)  # target id -> row of W1
         w1_row[draft_ids] = torch.arange(K)
         rows = target.head.weight.detach()
@@ -327,9 +327,9 @@ def save(drafter: Drafter, path):
 
 def load(path, target: Target, packed=True) -> Drafter:
     """Read a drafter and put it beside its target: same dtype, same device; packed (target.pack) unless it is to be trained or
-    cast. A folder is a checkpoint in the DeepSpec format (checkpoints.py). Raises ValueError with a remedy."""
+    cast. A folder is a checkpoint in the DeepSpec format (deepspec.py). Raises ValueError with a remedy."""
     if os.path.isdir(path):
-        from checkpoints import load_drafter  # it is built from this file's parts
+        from deepspec import load_drafter  # it is built from this file's parts
         return load_drafter(path, target, packed)
     try:
         with safe_open(path, framework="pt") as f:

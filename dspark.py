@@ -38,7 +38,6 @@ import torch
 
 import scheduler
 from drafter import Draft
-from smollm2 import EOS
 from verify import logits_to_probs, sample, verify_logits
 
 PREFILL_ROWS = 512  # a long prompt goes through the target in pieces of at most this many rows
@@ -54,7 +53,7 @@ class Sampling:
     seed: int = 0           # of this request's own random stream: neighbours in the batch cannot move it
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
-    eos: int = EOS
+    eos: int | None = None  # None: whatever ends the target's answers, which may be several ids; -1: nothing does
 
 
 @dataclass
@@ -98,6 +97,7 @@ class Request:
     slot: int | None          # its place in both caches, from joining to its end; None: still waiting
     random: torch.Generator   # its own stream: token draws, verdicts and nothing else
     result: Result
+    ends: tuple[int, ...]     # ids that end its answer
 
     @property
     def tokens(self):
@@ -278,7 +278,8 @@ class Engine:
         if len(prompt) + sampling.max_new_tokens > self.max_len:
             raise ValueError(f"prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed a slot of {self.max_len}")
         random = torch.Generator().manual_seed(sampling.seed)
-        self.waiting.append(Request([int(t) for t in prompt], sampling, None, random, Result(verified_at=[0] * self.gamma)))
+        ends = self.target.config.eos if sampling.eos is None else (sampling.eos,)
+        self.waiting.append(Request([int(t) for t in prompt], sampling, None, random, Result(verified_at=[0] * self.gamma), ends))
         return self.waiting[-1]
 
     def cancel(self, request):
@@ -362,7 +363,7 @@ class Engine:
         for token, origin in zip(tokens, origins):
             result.ids.append(token)
             result.origins.append(origin)
-            if token == s.eos:  # only here: an end that was drafted and then rejected never comes this far
+            if token in request.ends:  # only here: an end that was drafted and then rejected never comes this far
                 result.finish = "eos"
             elif s.stop and (cut := self.find_stop(result.ids, s.stop)) is not None:
                 result.finish = "stop"
@@ -377,7 +378,7 @@ class Engine:
             if result.finish:
                 break
         if self.encoding and result.finish and result.finish != "stop":
-            result.text = self.encoding.decode([t for t in result.ids if t != s.eos])
+            result.text = self.encoding.decode([t for t in result.ids if t not in request.ends])
         return max(0, len(result.ids) - before)
 
     def find_stop(self, ids, stop):

@@ -259,7 +259,7 @@ class Replay:
 
     def __init__(self, answers, gamma, costs, clock):
         self.answers, self.gamma, self.costs, self.clock = answers, gamma, costs, clock
-        self.config = SimpleNamespace(vocab_size=2 + len(answers), max_len=2**31)
+        self.config = SimpleNamespace(vocab_size=2 + len(answers), max_len=2**31, eos=())
         self.answer, self.start = {}, {}  # slot -> which answer; where it starts
         S, G = np.array(costs.verify.shape) - 1
         self.rows, self.seconds = np.arange(1, S + 1) * (1 + G), costs.verify[1:, G]  # for prompts: a pass over so many rows

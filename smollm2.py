@@ -27,6 +27,9 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" 
 EOS = 2  # <|im_end|> ends a turn
 N_SPECIAL = 17  # ids 0-16
 NO_TOKEN = 1 << 20  # ids from here on stand for bytes that the vocabulary lacks; the model knows none of them
+# 'smollm' pre-tokenizer: first every digit is cut out, then GPT-2's split sees what lies between. As one pattern: white
+# space before a digit ends its piece, so it is not shortened by one as it would be before a letter.
+SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 
 class SetupError(Exception):
@@ -129,6 +132,7 @@ def read_config(reader, max_len) -> TargetConfig:
         norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
         max_len=max_len,
         tied=all(t.name != "output.weight" for t in reader.tensors),
+        eos=(EOS,),
     )
 
 
@@ -183,12 +187,12 @@ def build_tokenizer(tokens: list[str]) -> tiktoken.Encoding:
     alphabet = byte_alphabet()
     special = {t: i for i, t in enumerate(tokens[:N_SPECIAL])}
     ranks = {bytes(alphabet[c] for c in t): i for i, t in enumerate(tokens) if i >= N_SPECIAL}
-    # 'smollm' pre-tokenizer: first every digit is cut out, then GPT-2's split sees what lies between. As one pattern: white
-    # space before a digit ends its piece, so it is not shortened by one as it would be before a letter.
-    split = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-    # tiktoken insists that all 256 bytes are tokens; those that this vocabulary lacks get ids that encode() drops
-    ranks |= {bytes([b]): NO_TOKEN + b for b in range(256) if bytes([b]) not in ranks}
-    return tiktoken.Encoding("smollm2", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding("smollm2", pat_str=SPLIT, mergeable_ranks=with_all_bytes(ranks), special_tokens=special)
+
+
+def with_all_bytes(ranks: dict[bytes, int]) -> dict[bytes, int]:
+    """tiktoken insists that all 256 bytes are tokens; those that a vocabulary lacks get ids that encode() drops."""
+    return ranks | {bytes([b]): NO_TOKEN + b for b in range(256) if bytes([b]) not in ranks}
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
@@ -201,7 +205,10 @@ def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
 
 
 def chat(encoding: tiktoken.Encoding, prompt: str, system: str = SYSTEM) -> list[int]:
-    """ChatML: system prompt, the user's turn, and the header after which the model answers."""
+    """ChatML: system prompt, the user's turn, and the header after which the model answers. A model that was read from a folder
+    brings a template, system prompt included, with its tokenizer (checkpoints.py)."""
+    if hasattr(encoding, "chat"):
+        return encoding.chat(prompt)
     im_start, im_end = (encoding.encode_single_token(t) for t in ("<|im_start|>", "<|im_end|>"))
     ids = []
     for role, text in (("system", system), ("user", prompt)):

@@ -30,7 +30,6 @@ from rich.table import Table
 
 import baselines
 import cli
-import drafter as drafting
 import dspark
 import scheduler
 import smollm2
@@ -180,7 +179,8 @@ def engine_share(setup, drafter, ids, G, temperature, max_new_tokens):
 
 
 def parameters(drafter) -> int:
-    return sum(p.numel() for p in drafter.parameters()) if isinstance(drafter, torch.nn.Module) else 0
+    network = getattr(drafter, "network", drafter)  # CopyFirst has one
+    return sum(p.numel() for p in network.parameters()) if isinstance(network, torch.nn.Module) else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,8 +254,7 @@ def drafters(setup, args):
         if name == "lookup":
             out[name] = baselines.PromptLookup(7, device=setup.target.device)
         else:
-            path = cli.find_drafter(name)
-            out[path.stem] = drafting.load(path, setup.target)
+            out[cli.find_drafter(name).stem + cli.COPY * name.endswith(cli.COPY)] = cli.load_drafter(name, setup.target)[0]
     return out
 
 
@@ -263,7 +262,8 @@ def first_drafter(setup, args):
     """The one drafter that a figure is about (--drafters, default dspark), with its calibration put into setup."""
     name = (args.drafters or ["dspark"])[0]
     [(name, drafter)] = drafters(setup, SimpleNamespace(drafters=[name])).items()
-    setup.calibration = {} if name == "lookup" else cli.read_calibration(cli.find_drafter((args.drafters or ["dspark"])[0]), drafter.gamma)
+    if name != "lookup" and not name.endswith(cli.COPY):  # the one has none, the other uses it itself
+        setup.calibration = cli.read_calibration(cli.find_drafter((args.drafters or ["dspark"])[0]), drafter.gamma)
     return name, drafter
 
 

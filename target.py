@@ -1,7 +1,7 @@
 """The target model: a Llama-family decoder that runs packed rows of many requests (Sec. 5.3 of arXiv 2607.05147).
 
-What     RMSNorm, RoPE, grouped-query attention, SwiGLU, tied or untied head, optional q/k norm (Qwen3). One forward serves
-         prefill, plain decoding and verification alike: a *row* is one token that knows its request (slot) and position.
+What     RMSNorm, RoPE (also scaled), grouped-query attention, SwiGLU, tied or untied head, optional q/k norm (Qwen3). One
+         forward serves prefill, plain decoding and verification alike: a *row* is one token that knows its request (slot) and position.
 In       tokens, slots, positions: three (N,) tensors, sorted by slot, positions rising within a slot.
 Out      logits (N, V) in float32 and the features the drafter reads: hidden states of chosen layers, (N, m * D).
 State    KVCache, preallocated, indexed [slot, position]. Attention lets a row see cached positions <= its own, so whatever
@@ -33,6 +33,8 @@ class TargetConfig:
     max_len: int = 2048      # context: prompt and answer together
     tied: bool = True        # the LM head is the embedding, transposed
     qk_norm: bool = False    # Qwen3 norms q and k per head; Llama does not
+    rope_scaling: tuple = ()  # see rope_table(); (): none
+    eos: tuple[int, ...] = (2,)  # ids that end an answer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,9 +61,22 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def rope_table(max_len: int, head_dim: int, base: float):
-    """cos and sin, each (max_len, head_dim), for the half-split layout: dimension i turns together with i + head_dim / 2."""
+def rope_table(max_len: int, head_dim: int, base: float, scaling=()):
+    """cos and sin, each (max_len, head_dim), for the half-split layout: dimension i turns together with i + head_dim / 2.
+
+    scaling says how a model was made to read further than it was first trained for, by turning slower: ("linear", factor), or
+    ("llama3", factor, low, high, first_context): dimensions that turn more than `high` times within the first context keep
+    their speed, those that turn less than `low` times are slowed by the factor, those between in proportion.
+    """
     freq = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling:
+        kind, factor, *more = scaling
+        keep = torch.zeros_like(freq)  # 1: as it was, 0: slowed
+        if kind == "llama3":
+            low, high, first_context = more
+            turns = first_context * freq / (2 * torch.pi)
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freq = freq * (keep + (1 - keep) / factor)
     angle = torch.arange(max_len, dtype=torch.float64)[:, None] * freq  # float64: position 8000 still has exact phases
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().float(), angle.sin().float()
@@ -235,7 +250,7 @@ class Target(nn.Module):
 
     def set_rope(self):
         c = self.config
-        cos, sin = rope_table(c.max_len, c.head_dim, c.rope_base)
+        cos, sin = rope_table(c.max_len, c.head_dim, c.rope_base, c.rope_scaling)
         self.register_buffer("cos", cos, persistent=False)  # not weights: computed, never stored
         self.register_buffer("sin", sin, persistent=False)
 

@@ -3,7 +3,7 @@
     python train.py generate     dialogues that the target writes itself, into data/*.npz
     python train.py fit          a drafter from random anchors in those dialogues, into weights/NAME.safetensors
     python train.py calibrate    its bias and Sequential Temperature Scaling, on real decoding of held-out questions
-    python train.py export DIR   a drafter as a checkpoint folder for serving engines (checkpoints.py, docs/growing.md)
+    python train.py export DIR   a drafter as a checkpoint folder for serving engines (deepspec.py, docs/growing.md)
 
 Each resumes after an interruption, shows its progress, and leaves a record beside the weights (weights/NAME.json).
 The dialogues and the split into training and held out are corpus.py's.
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 import checkpoints
 import corpus
+import deepspec
 import drafter as drafting
 import scheduler
 import smollm2
@@ -241,7 +242,7 @@ def refit(args):
     """refit_confidence for a drafter that exists, on every second held-out dialogue of args.data; calibrate again afterwards."""
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
     training, held_out = corpus.read(args.data)
-    target, _ = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, _ = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target, packed=False).float()  # trained as in fit: products in bf16
     drafter.embed, drafter.head_rows = drafter.embed.bfloat16(), drafter.head_rows.bfloat16()
     if len(held_out) < 2:
@@ -262,7 +263,7 @@ def refit(args):
 def prepare(args):
     """Data, features and a fresh drafter for fit -> (drafter, features, training, held_out, facts for the record)."""
     training, held_out = corpus.read(args.data)
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     if len(training) < args.batch:
         raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
     if not 1 <= args.draft_vocab <= target.config.vocab_size:
@@ -407,7 +408,7 @@ def calibrate(args):
     """
     path, record_path = args.out / f"{args.name}.safetensors", args.out / f"{args.name}.json"
     questions = [text for _, text in corpus.read_prompts(args.questions)][::2]
-    target, encoding = smollm2.load(args.target, dtype=torch.bfloat16)
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     drafter = drafting.load(path, target)
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
     if not isinstance(record, dict):
@@ -443,14 +444,14 @@ def export(args):
     drafter = drafting.load(args.out / f"{args.name}.safetensors", target, packed=False)
     mask_id = args.mask_token_id
     if mask_id is None:
-        mask_id = checkpoints.unused_id(encoding, target.config.vocab_size, {*smollm2.chat(encoding, ""), smollm2.EOS})
-    checkpoints.export_drafter(drafter, args.folder, mask_id, dict(fp32=torch.float32, bf16=torch.bfloat16)[args.dtype],
+        mask_id = deepspec.unused_id(encoding, target.config.vocab_size, {*smollm2.chat(encoding, ""), smollm2.EOS})
+    deepspec.export_drafter(drafter, args.folder, mask_id, dict(fp32=torch.float32, bf16=torch.bfloat16)[args.dtype],
                                int(record.get("settings", {}).get("anchors", 512)))
     if record:
         write_record(args.folder / "record.json", record)
     print(f"{args.name} is in {args.folder}: block {drafter.gamma}, head {drafter.config.head}, {len(drafter.draft_ids)} of "
           f"{target.config.vocab_size} ids drafted, mask vector at id {mask_id}")
-    for line in checkpoints.limits(drafter):
+    for line in deepspec.limits(drafter):
         print("note:", line)
 
 
@@ -462,7 +463,7 @@ LEAST = dict(sequences=1, shard=1, slots=1, max_question=8, max_answer=1, update
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", help="GGUF file (default: the user's cache, fetched on first use)")
+    p.add_argument("--target", help="GGUF file, folder or hub name, as for dspark.py (default: the user's cache)")
     p.add_argument("--data", type=Path, default=Path("data"), help="folder of shards and checkpoints")
     p.add_argument("--out", type=Path, default=Path("weights"), help="folder of drafters")
     p.add_argument("--seed", type=int, default=0)

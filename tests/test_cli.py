@@ -49,7 +49,7 @@ def tiny():
 @pytest.fixture
 def small(monkeypatch, tmp_path, tiny):
     """A tiny random model instead of the real one; returns its options, --drafter among them."""
-    monkeypatch.setattr(smollm2, "load", lambda *args: (tiny, BYTES))
+    monkeypatch.setattr(smollm2, "load", lambda *args, **kw: (tiny, BYTES))
     path = tmp_path / "drafter.safetensors"
     drafting.save(tiny_drafter(tiny, GAMMA), path)
     return ["--drafter", str(path), "--max-new-tokens", "12"]

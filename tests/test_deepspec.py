@@ -1,5 +1,5 @@
 """
-Tests of checkpoints.py, drafters in the DeepSpec format. No weights needed. Run: python -m pytest tests/test_deepspec.py
+Tests of deepspec.py, drafters in the DeepSpec format. No weights needed. Run: python -m pytest tests/test_deepspec.py
 
 The oracle. Random folders in the format; block logits and confidences are computed from their tensors, by the format's names, in float64
 with none of the drafter's code: Eq. 2 to 7 written out below. The layers' shape differs from the target's in every size that may: heads,
@@ -17,7 +17,7 @@ import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoints
+import deepspec
 import cli
 import drafter as drafting
 import dspark
@@ -270,7 +270,7 @@ def test_feature_layers_shifted_by_one_would_be_noticed(target, tmp_path):
 def test_a_folder_survives_reading_and_writing_bit_for_bit(kind, K, target, tmp_path):
     c, w = random_checkpoint(kind, K=K)
     drafter = drafting.load(write(tmp_path / "a", c, w, shards=2), target)
-    checkpoints.export_drafter(drafter, tmp_path / "b", c["mask_token_id"], torch.float64)
+    deepspec.export_drafter(drafter, tmp_path / "b", c["mask_token_id"], torch.float64)
     again = load_file(tmp_path / "b" / "model.safetensors")
     w["embed_tokens.weight"] = w["embed_tokens.weight"].clone()
     assert set(again) == set(w)
@@ -287,7 +287,7 @@ def test_our_drafters_survive_export_bit_for_bit(head, qk_norm, tmp_path):
     drafting.save(tiny_drafter(target, G, head, K=40), tmp_path / "d.safetensors")
     ours = drafting.load(tmp_path / "d.safetensors", target)
     ours.confidence.bias += 0.1
-    checkpoints.export_drafter(ours, tmp_path / "d", 63, torch.float64)
+    deepspec.export_drafter(ours, tmp_path / "d", 63, torch.float64)
     theirs = drafting.load(tmp_path / "d", target)
     assert theirs.config == ours.config and torch.equal(theirs.draft_ids, ours.draft_ids) and torch.equal(theirs.head_rows, ours.head_rows)
     assert theirs.embed.data_ptr() == target.embed.weight.data_ptr()  # equal but for the mask's row: shared, not a second copy
@@ -297,7 +297,7 @@ def test_our_drafters_survive_export_bit_for_bit(head, qk_norm, tmp_path):
     first, second = draft(ours, target, TEXT, ANCHOR), draft(theirs, target, TEXT, ANCHOR)
     for x in ("tokens", "p_draft", "confidence", "draft_ids"):
         assert torch.equal(getattr(first, x), getattr(second, x))
-    checkpoints.export_drafter(theirs, tmp_path / "e", 63, torch.float64)
+    deepspec.export_drafter(theirs, tmp_path / "e", 63, torch.float64)
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "d" / file).read_bytes() == (tmp_path / "e" / file).read_bytes()
     # no q/k norm: under a name that an engine does not know, rather than misread
@@ -311,13 +311,13 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
     state = drafting.Drafter(DrafterConfig(G, 1, (0, 1), rank=R, anchor_state=True), target, torch.arange(V))
     for drafter, word in ((state, "anchor-state"), (tiny_drafter(target, G, "eagle"), "eagle")):
         with pytest.raises(ValueError, match=word) as error:
-            checkpoints.export_drafter(drafter, tmp_path / "x", 0)
+            deepspec.export_drafter(drafter, tmp_path / "x", 0)
         assert "\n" not in str(error.value)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")  # somebody's model
     for folder, mask, word in (("full", 0, "not empty"), ("x", V, "mask token id")):
         with pytest.raises(ValueError, match=word):
-            checkpoints.export_drafter(tiny_drafter(target, G), tmp_path / folder, mask)
+            deepspec.export_drafter(tiny_drafter(target, G), tmp_path / folder, mask)
     assert not (tmp_path / "x").exists()
 
 
@@ -347,9 +347,9 @@ def test_the_export_command(monkeypatch, tmp_path, capsys):
         train.main()
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     # a tokenizer that fills the embedding: a special token that conversations do not use
-    assert checkpoints.unused_id(tiny_encoding(), 259, {256, 257}) == 258
+    assert deepspec.unused_id(tiny_encoding(), 259, {256, 257}) == 258
     with pytest.raises(ValueError, match="mask-token-id"):
-        checkpoints.unused_id(tiny_encoding(), 259, {256, 257, 258})
+        deepspec.unused_id(tiny_encoding(), 259, {256, 257, 258})
 
 
 def test_a_folder_is_found_where_a_file_is(monkeypatch, tmp_path):
@@ -410,7 +410,7 @@ def test_an_eagle_3_folder_drafts_what_its_chain_says(target, tmp_path):
     with pytest.raises(ValueError, match="lacks the tensor layers.0.hidden_norm.weight"):
         drafting.load(write(tmp_path / "e", c, w), target)
     with pytest.raises(ValueError, match="eagle"):
-        checkpoints.export_drafter(drafter, tmp_path / "x", 0)
+        deepspec.export_drafter(drafter, tmp_path / "x", 0)
 
 
 @pytest.mark.parametrize("make", [lambda: random_checkpoint(None, confidence=False), lambda: random_checkpoint("rnn"), eagle_checkpoint])

@@ -128,7 +128,7 @@ class ScriptTarget:
     device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, scripts, vocab, max_len=4096):
-        self.scripts, self.config = scripts, SimpleNamespace(vocab_size=vocab, max_len=max_len)
+        self.scripts, self.config = scripts, SimpleNamespace(vocab_size=vocab, max_len=max_len, eos=(2,))
 
     def new_cache(self, slots, max_len):
         return Context()

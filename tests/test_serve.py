@@ -258,7 +258,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(cli, "NOISY", float("inf"))
     target = tiny_target(BYTES.n_vocab, max_len=256, tied=False)
-    monkeypatch.setattr(smollm2, "load", lambda *args: (target, BYTES))
+    monkeypatch.setattr(smollm2, "load", lambda *args, **kw: (target, BYTES))
     path = tmp_path / "drafter.safetensors"
     drafting.save(tiny_drafter(target, G), path)
     prompts = tmp_path / "p.jsonl"
