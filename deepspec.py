@@ -55,7 +55,8 @@ def load_drafter(folder, target: Target, packed=True) -> Drafter:
     get, t = drafter_tensors(folder, target), target.config
     V, D, r, K = t.vocab_size, t.d_model, c["markov_rank"], c["draft_vocab_size"]
     shape = replace(t, n_heads=c["num_attention_heads"], n_kv_heads=c["num_key_value_heads"], head_dim=c["head_dim"],
-                    d_ff=c["intermediate_size"], rope_base=c["rope_theta"], norm_eps=c["rms_norm_eps"], qk_norm=c["architecture"] != LLAMA)
+                    d_ff=c["intermediate_size"], rope_base=c["rope_theta"], rope_scaling=(), norm_eps=c["rms_norm_eps"],
+                    qk_norm=c["architecture"] != LLAMA)
     config = DrafterConfig(c["block_size"], c["num_hidden_layers"], c["target_layer_ids"], c["head"], r)
     draft_ids = torch.arange(V, device=target.device)
     if K < V:  # d2t is an offset
@@ -242,6 +243,8 @@ def export_drafter(drafter: Drafter, folder, mask_token_id, dtype=torch.float32,
     if c.anchor_state:
         raise ValueError(f"a drafter with {'head eagle' if c.head == 'eagle' else '--anchor-state'} has parts that the DeepSpec format "
                          "lacks: export one trained without")
+    if t.rope_scaling:
+        raise ValueError(f"this drafter's rotation is scaled as its target's ({t.rope_scaling[0]}), which is not written: it cannot be exported")
     if not 0 <= mask_token_id < t.vocab_size:
         raise ValueError(f"mask token id {mask_token_id}: must be in 0..{t.vocab_size - 1}, an id that no text has")
     if folder.is_dir() and any(folder.iterdir()):

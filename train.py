@@ -440,13 +440,13 @@ def export(args):
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
     if not isinstance(record, dict):
         raise ValueError(f"{record_path} is not a drafter's record: delete it")
-    target, encoding = smollm2.load(args.target)  # fp32: no value is rounded
+    target, encoding = checkpoints.load_target(args.target, dtype=torch.float32)  # no value is rounded
     drafter = drafting.load(args.out / f"{args.name}.safetensors", target, packed=False)
     mask_id = args.mask_token_id
     if mask_id is None:
-        mask_id = deepspec.unused_id(encoding, target.config.vocab_size, {*smollm2.chat(encoding, ""), smollm2.EOS})
+        mask_id = deepspec.unused_id(encoding, target.config.vocab_size, {*smollm2.chat(encoding, ""), *target.config.eos})
     deepspec.export_drafter(drafter, args.folder, mask_id, dict(fp32=torch.float32, bf16=torch.bfloat16)[args.dtype],
-                               int(record.get("settings", {}).get("anchors", 512)))
+                            int(record.get("settings", {}).get("anchors", 512)))
     if record:
         write_record(args.folder / "record.json", record)
     print(f"{args.name} is in {args.folder}: block {drafter.gamma}, head {drafter.config.head}, {len(drafter.draft_ids)} of "

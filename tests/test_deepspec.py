@@ -1,5 +1,5 @@
 """
-Tests of deepspec.py, drafters in the DeepSpec format. No weights needed. Run: python -m pytest tests/test_deepspec.py
+Tests of deepspec.py: drafters in the DeepSpec format. No weights needed. Run: python -m pytest tests/test_deepspec.py
 
 The oracle. Random folders in the format; block logits and confidences are computed from their tensors, by the format's names, in float64
 with none of the drafter's code: Eq. 2 to 7 written out below. The layers' shape differs from the target's in every size that may: heads,
@@ -313,6 +313,9 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
         with pytest.raises(ValueError, match=word) as error:
             deepspec.export_drafter(drafter, tmp_path / "x", 0)
         assert "\n" not in str(error.value)
+    scaled = tiny_target(V, rope_scaling=("linear", 2.0))
+    with pytest.raises(ValueError, match="rotation is scaled"):
+        deepspec.export_drafter(tiny_drafter(scaled, G), tmp_path / "x", 0)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")  # somebody's model
     for folder, mask, word in (("full", 0, "not empty"), ("x", V, "mask token id")):
