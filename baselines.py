@@ -10,6 +10,7 @@
 
 Interface  gamma, feature_layers, dtype; new_cache(slots, max_len); extend(tokens, features, slots, positions, cache) with what was
            committed; propose(..) -> Draft; and to be trained: forward(features, tokens, anchors) -> h, code, previous.
+           To be profiled (Algorithm 1) also draft_ids, config, target_config, which PromptLookup lacks: the study takes it, dspark.py not.
 Letters    R requests, G draft positions, N rows, D width, m feature layers, B dialogues, L tokens, A anchors, K draft vocabulary.
 Alone      python baselines.py    (PromptLookup on a text that repeats itself; with a folder of training data: count its chances)
 """
@@ -35,7 +36,7 @@ class Eagle(Drafter):
         state     of a committed token: the target's features there, fused (Eq. 2). Of a drafted one: the layer's own output.
 
     Training runs the same chain for G steps over its own states (teacher-forced tokens), so that it meets its own errors
-    (Eagle-3's training-time test). Weights shared with Drafter: fusion, layer, final norm, confidence; mask and head are not used.
+    (Eagle-3's training-time test). Inherited from Drafter: fusion, layer, final norm, confidence. There is no mask, and the head is 0 wide.
     """
 
     def __init__(self, config, target, draft_ids, shape=None):
@@ -135,8 +136,9 @@ class Eagle3Layer(Layer):
 
 
 class Eagle3(Eagle):
-    """Eagle with the layer of released drafters: W_join is part of q, k and v there, fused features are not normed, and the first
-    token, which no state precedes, has no row: x_t's stands at t - 1. To draft with, not to be trained here."""
+    """Eagle with the layer of released drafters. Three differences: W_join is part of q, k, v (a row is 2 D wide); fused features are
+    not normed; the row of x_t stands at position t - 1, so the first token, which no state precedes, has none. To draft with: fit cannot
+    train it, and save() would call it Eagle."""
 
     def __init__(self, config, target, draft_ids, shape=None):
         super().__init__(config, target, draft_ids, shape)
@@ -199,7 +201,7 @@ class PromptLookup:
                 return n, copied
         return 0, [anchor] * G
 
-    def confidence(self, matched, temperature, G):
+    def chances(self, matched, temperature, G):
         """matched (R,) tokens, temperature a number or (R,) -> c_k (R, G)."""
         t = torch.as_tensor(temperature, dtype=torch.float64).cpu().clamp(max=1).reshape(-1, 1)  # (R or 1, 1)
         grown = (torch.tensor(matched)[:, None] + torch.arange(G)).clamp(max=self.longest)  # (R, G)
@@ -212,21 +214,22 @@ class PromptLookup:
         # the draft vocabulary of this cycle: what was copied, so that K is small
         draft_ids, column = tokens.unique(return_inverse=True)
         p_draft = F.one_hot(column, len(draft_ids)).float()  # (R, G, K)
-        return Draft(tokens, p_draft, self.confidence(matched, temperature, gamma).to(self.device), draft_ids)
+        return Draft(tokens, p_draft, self.chances(matched, temperature, gamma).to(self.device), draft_ids)
 
 
 class CopyFirst:
     """A drafter that copies where the text repeats itself, and asks its network elsewhere (ours; lossless, as any drafter is).
 
-    The block backbone is weak exactly there: to go on copying, slot k would have to look k tokens past a match that it does not
+    The block backbone is weak exactly there: to go on copying, input k would have to look k tokens past a match that it does not
     know yet. A cycle in which every request copies runs no network at all, though the network's context is kept complete.
     Which of the two drafts follows from committed text alone.
 
-    sts: {sampling temperature: STS temperatures (G,)} of the network. Applied here, and not by the policy as elsewhere, because the
-    chances of copies are true as they are.
+    sts: {sampling temperature: STS temperatures (G,)} of the network. Applied here, and not by the policy as elsewhere:
+    PromptLookup.chance was counted on real text and needs no calibration.
     """
 
-    least = 0.55  # copy if the first token's chance is at least this: what the network reaches at its first position, about
+    least = 0.55  # chance of the first token from which on to copy: a match of 3 tokens at temperature 0, of 4 at 1; about what the
+    # network reaches at its first position
 
     def __init__(self, network, sts=None):
         self.network, self.sts, self.lookup = network, sts or {}, PromptLookup(network.gamma, device=network.draft_ids.device)
@@ -243,9 +246,10 @@ class CopyFirst:
 
     def propose(self, anchors, slots, positions, cache, gamma, u, temperature, top_k=0, top_p=1.0):
         matched, copied = zip(*[self.lookup.follow(cache.lookup, s, a, gamma) for s, a in zip(slots.tolist(), anchors.tolist())])
-        confidence = self.lookup.confidence(matched, temperature, gamma).to(anchors.device)  # (R, G)
+        confidence = self.lookup.chances(matched, temperature, gamma).to(anchors.device)  # (R, G)
         copies = confidence[:, 0] >= self.least  # (R,)
-        tokens, ids, asked = torch.tensor(copied, device=anchors.device), torch.tensor(copied, device=anchors.device)[copies], ~copies
+        tokens = torch.tensor(copied, device=anchors.device)  # (R, G); rows that do not copy are replaced below
+        ids, asked = tokens[copies], ~copies  # (copies, G), (R,)
         if asked.any():
             of = lambda setting: setting[asked] if torch.is_tensor(setting) and setting.dim() else setting  # noqa: E731
             draft = self.network.propose(anchors[asked], slots[asked], positions[asked], cache.network, gamma, u[asked],
@@ -259,7 +263,7 @@ class CopyFirst:
         p_draft = torch.zeros(*tokens.shape, len(ids), device=tokens.device)  # (R, G, K)
         p_draft[copies] = F.one_hot(torch.searchsorted(ids, tokens[copies]), len(ids)).float()
         if asked.any():
-            wide = torch.zeros(*draft.p_draft.shape[:2], len(ids), device=tokens.device)
+            wide = torch.zeros(*draft.p_draft.shape[:2], len(ids), device=tokens.device)  # (asked, G, K): its columns among the joint ids
             wide[:, :, torch.searchsorted(ids, draft.draft_ids)] = draft.p_draft.float()
             p_draft[asked] = wide
         return Draft(tokens, p_draft, confidence, ids)

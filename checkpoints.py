@@ -1,6 +1,4 @@
-"""Checkpoints in other people's form: folders as Hugging Face's libraries write them.
-
-# Targets
+"""Other targets: Llama and Qwen3 folders as Hugging Face's libraries write them. (Other drafters: deepspec.py.)
 
 What     Any Llama or Qwen3 (dense) instruct model in place of SmolLM2: `--target DIR`, or a name on the hub where huggingface_hub is
          installed. load_target() serves every --target; None and GGUF files are smollm2.py's.

@@ -42,7 +42,7 @@ DRAFTER = Path(__file__).parent / "weights" / "dspark.safetensors"
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="dspark.py", description="Decode SmolLM2-135M-Instruct with DSpark speculative decoding.")
+    p = argparse.ArgumentParser(prog="dspark.py", description="Decode with DSpark speculative decoding (default target: SmolLM2-135M-Instruct).")
     p.add_argument("--prompt", action="append", help="the user's message; several share one batch; none: read standard input")
     p.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all (default)")
@@ -53,8 +53,8 @@ def parse(argv):
     # everything below is about how the answer is found, not about what it says
     p.add_argument("--gamma", type=int, help=f"draft tokens a cycle, up to the drafter's trained block (default: {GAMMA}; 0: plain decoding)")
     p.add_argument("--policy", choices=POLICIES, default="scheduled",
-                   help="how much to verify: Algorithm 1 (scheduled), its asynchronous form, ours with T_draft in it (adaptive), the "
-                        "whole block, up to the first doubtful token, nothing")
+                   help="how much to verify: nothing, the whole block, up to the first doubtful token, Algorithm 1, its asynchronous "
+                        "form (Sec. 5.2), ours with T_draft in it")
     p.add_argument("--threshold", type=float, default=0.4, help="of --policy threshold: least confidence that is verified")
     p.add_argument("--target", help="GGUF file, folder as Hugging Face writes them (Llama, Qwen3), or hub name (default: "
                    f"{smollm2.FILE} in the user's cache, fetched on first use)")
@@ -141,7 +141,7 @@ def read_calibration(path: Path, gamma: int) -> dict:
         if not all(v.ndim == 1 and len(v) == gamma and (v > 0).all() for v in calibration.values()):
             raise ValueError("not positive numbers, one per position")
     except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"{record} is not this drafter's record: restore it, or run 'python train.py calibrate --again'")
+        raise ValueError(f"{record} is not this drafter's record: restore it, or run 'python train.py calibrate'")
     return calibration
 
 

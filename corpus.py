@@ -142,6 +142,9 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
 def generate(args):
     """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
     target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
+    most = target.config.n_layers - 2
+    if args.feature_layers != sorted(set(args.feature_layers) & set(range(most + 1))):
+        raise ValueError(f"--feature-layers {args.feature_layers}: rising, in 0..{most}, never the last (the default is SmolLM2's)")
     args.data.mkdir(parents=True, exist_ok=True)
     paths = [args.data / f"shard-{args.seed}-{i:04d}.npz" for i in range(-(-args.sequences // args.shard))]
     settings = f"{args.shard} {args.max_question} {args.max_answer}"

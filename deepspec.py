@@ -1,12 +1,8 @@
-"""Checkpoint folders of other projects: config.json and safetensors, in one file or in shards.
+"""Other drafters: folders in the format of DeepSpec, the paper's authors' training code. (Other targets: checkpoints.py.)
 
 Drafters   released DSpark, DFlash (rank 0) and Eagle-3 drafters in the DeepSpec format, read into Drafter or Eagle3 (--drafter DIR),
            and our drafters written in that format (python train.py export DIR), for serving engines that read it.
-Serving    Read in their sources and documentation, not tried here. vLLM takes the folder with
-               vllm serve TARGET --speculative-config '{"method": "dspark", "model": "DIR", "num_speculative_tokens": 7}'
-           (as many as block_size) and verifies by confidence with enable_adaptive_verification; SGLang with
-               python -m sglang.launch_server --model-path TARGET --speculative-algorithm DSPARK --speculative-draft-model-path DIR
-           Both pick the class by config.json's architectures. limits() says what a drafter has that they lack; docs/growing.md more.
+Serving    docs/growing.md says how engines would read such a folder; limits() what of a drafter they would not take.
 Errors     ValueError: one line that says what is missing or does not fit, and what to do.
 Letters    V vocabulary, K draft vocabulary, D width, m feature layers, r rank, H query heads, J key/value heads, d width of a head, F d_ff.
 Alone      python deepspec.py DIR    (what a drafter's config.json says, checked, without reading its weights)
@@ -25,9 +21,6 @@ from baselines import Eagle3
 from drafter import Drafter, DrafterConfig
 from target import Target, rope_table
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Drafters in the DeepSpec format
-#
 # The equations are those of drafter.py; what the format calls things, and in which order a row or a column is, is what can go wrong:
 #   fc, hidden_norm               W_c (D, m D) and the norm of Eq. 2; columns in the order of target_layer_ids, which counts layers from 0,
 #                                 -1 for the embedding
@@ -324,8 +317,8 @@ def limits(drafter) -> list[str]:
 
 
 def unused_id(encoding, vocab_size, used):
-    """An id for the mask: the first row of the embedding beyond the tokenizer (Qwen3 has some: 151669), else the last special token
-    that a conversation does not use. used: ids that one does."""
+    """An id for the mask: the first row of the embedding without a token; where every row has a name (checkpoints.py names padding
+    too), the highest special token that a conversation does not use. used: ids that one does."""
     for i in range(vocab_size):
         try:
             encoding.decode_single_token_bytes(i)

@@ -208,7 +208,7 @@ class Drafter(nn.Module):
         return self.join(torch.cat([self.token_norm(x), self.state_norm(state)], dim=-1))
 
     def block_input(self, anchors, G, state):
-        """Embedding of the anchor, then G - 1 masks (anchor-first: slot j already predicts x_{j+1}): (.., G, D).
+        """Embedding of the anchor, then G - 1 masks: (.., G, D). Input j (from 0) already predicts x_{j+1}: the anchor's own drafts x_1.
 
         state (.., D): H_ctx of the token before the anchor. The paper's block sees it through attention alone; with anchor_state
         it is also joined to every input, as an autoregressive drafter's first step has it."""
@@ -217,7 +217,7 @@ class Drafter(nn.Module):
         return self.enter(x, state.unsqueeze(-2).expand_as(x)) if self.config.anchor_state else x
 
     def block(self, anchors, slots, positions, cache, G):
-        """The parallel backbone with a cache: hidden states (R, G, D). Slot j stands at its true position, anchor + j."""
+        """The parallel backbone with a cache: hidden states (R, G, D). Input j stands at its true position, anchor + j."""
         places = positions[:, None] + torch.arange(G, device=anchors.device)  # (R, G)
         sees = (positions + G - 1).repeat_interleave(G)  # every row sees the context and the whole block
         rows = Rows(slots.repeat_interleave(G), places.flatten(), self.dtype, sees)

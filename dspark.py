@@ -18,6 +18,10 @@ Glossary, used in every file
   row, slot      a row is one token in a target pass; a slot is a request's place in the caches, taken and given back
   features       hidden states of a few target layers, which the drafter reads as its context
   SPS(N)         target steps per second when a step runs N rows: what the scheduler weighs survival against
+  Theta          tau * SPS(N), expected tokens per second of a cycle: what Algorithm 1 raises
+  STS            Sequential Temperature Scaling: one number per position that makes survival true (no sampling temperature)
+  law            the distribution of the output. Lossless: it is the target's own, whatever was drafted
+  ledger         seconds spent in each phase
 Latency per token is (T_draft + T_verify) / tau (Eq. 1): everything here either shortens a cycle or lengthens its harvest.
 
 State    per request: its tokens. Both caches hold exactly the tokens before the anchor, so cached = len(tokens) - 1: asserted
@@ -65,7 +69,7 @@ class Result:
     origins: list[str] = field(default_factory=list)  # per id: first (drawn at prefill), accepted, correction, bonus
     finish: str = ""                                  # eos, stop, length, cancelled
     cycles: int = 0
-    verified_at: list[int] = field(default_factory=list)  # position k -> cycles in which x_k was verified
+    verified_at: list[int] = field(default_factory=list)  # [k]: cycles in which x_{k+1} was verified
     ledger: dict[str, float] = field(default_factory=dict)  # seconds: prefill, draft, schedule, verify, commit (the batch's)
 
     @property
@@ -80,7 +84,7 @@ class Result:
 
     @property
     def accepted_at(self) -> list[int]:
-        """Position k -> cycles in which x_k was accepted and delivered. Read off the origins: each cycle's own token ends a run
+        """[k]: cycles in which x_{k+1} was accepted and delivered. Read off the origins: each cycle's own token ends a run
         of accepted ones, so an id's place in its run is its k. A stop string that takes ids back thus needs no second account."""
         counts, k = [0] * len(self.verified_at), 0
         for origin in self.origins:

@@ -16,7 +16,7 @@ methods more, so that what is decided from the past cannot see anything else:
       begin(R, G) -> block length, 0..G                 before anything of this cycle exists
       observe(confidence, verify_len, n_accepted)       when all of it is past
       Async     Sec. 5.2, the paper's production scheduler: the budget comes from two cycles before
-      Adaptive  ours: T_draft is in Theta; whether to draft at all, and how much, is decided first
+      Adaptive  ours: T_draft is in Theta = tau * SPS(N), expected tokens per second; whether to draft at all, and how much, is decided first
 
 R active requests, G draft positions, N packed tokens, n held-out blocks (STS), S slots (the most
 requests there can be). All of it is numpy in float64: the arrays are tiny, and numpy costs least.
@@ -32,7 +32,7 @@ A search over all lengths would return 2 for c_2 = 0.9 (Theta = 2.52 * 0.45 = 1.
 c_2 = 0. But c_2 was computed from the sampled x_1, so x_1 would decide whether x_1 is verified.
 
 Lossless, because whether x_k is admitted depends only on what was known before x_k was drawn: c_k
-never sees x_k; what does see it (c_{k+1}, ..) has no greater survival, so it is visited later; and
+never sees x_k (propose() computes it later, to save calls, but from h_k and x_{k-1} alone); what does see it (c_{k+1}, ..) has no greater survival, so it is visited later; and
 with the early stop nothing visited later can change the answer for x_k. For the same reason
 temperatures and sps must be fixed before the cycle starts.
 

@@ -71,7 +71,8 @@ class Log:
         self.restart()
 
     def restart(self):
-        self.begin, self.tokens, self.cycles, self.drafted, self.verified, self.accepted, self.passes = self.clock(), 0, 0, 0, 0, 0, 0
+        self.begin, self.tokens, self.won, self.cycles = self.clock(), 0, 0, 0
+        self.drafted, self.verified, self.accepted, self.passes = 0, 0, 0, 0
         self.waits, self.speeds = [], []  # s from arrival to first token; tokens/s from first token to last, of who has ended
         self.ledger = dict(self.engine.ledger) if self.engine else dict.fromkeys(PHASES, 0.0)
 
@@ -83,6 +84,7 @@ class Log:
             self.tokens += len(request.result.ids)
         else:
             self.tokens += len(cycle.delivered)
+            self.won += len(cycle.delivered)  # without the tokens that prefill draws
             self.cycles += 1  # of one request; those of the engine are passes
             self.drafted += len(cycle.draft)
             self.verified += cycle.verify_len
@@ -114,7 +116,7 @@ class Log:
             tokens_per_s=self.tokens / seconds, user_tokens_per_s_mean=speeds.mean(),
             **{f"user_tokens_per_s_p{q}": np.percentile(speeds, q) for q in (5, 50, 95)},
             **{f"ttft_s_p{q}": np.percentile(waits, q) for q in (50, 95)},
-            tau=1 + self.accepted / max(1, self.cycles), drafted=self.drafted / max(1, self.cycles),
+            tau=self.won / max(1, self.cycles), drafted=self.drafted / max(1, self.cycles),
             verify_budget=self.verified / max(1, self.cycles),                     # draft tokens verified, per request and cycle
             waste=(self.verified - self.accepted) / max(1, self.verified),         # share of them rejected
             requests=len(self.speeds), seconds=seconds, **ms)
@@ -157,11 +159,11 @@ def open_loop(log, jobs, arrivals, wait):
     return log.row()
 
 
-def workload(prompts, max_new_tokens, temperature, seed):
-    """An endless list of jobs (prompt, Sampling): prompts in turn, random length limits, a seed each. prompts: (ids, longest)."""
+def workload(jobs, max_new_tokens, temperature, seed):
+    """An endless list of (prompt, Sampling): the jobs (ids, longest answer) in turn, with random length limits and a seed each."""
     rng = np.random.default_rng(seed)
     for i in count():
-        ids, longest = prompts[i % len(prompts)]
+        ids, longest = jobs[i % len(jobs)]
         # answers of one length would end together, and prompts come in waves
         n = int(rng.integers(max(2, max_new_tokens // 4), max_new_tokens + 1))
         yield ids, dspark.Sampling(temperature, seed=seed + i, max_new_tokens=max(1, min(n, longest)))
@@ -204,18 +206,18 @@ def run_one(parts, policy, jobs, args, slots, max_len, concurrency=None, rate=No
     return open_loop(log, jobs, np.cumsum(gaps), parts.wait)
 
 
-def measure(parts_of, policies, prompts, args, label):
+def measure(parts_of, policies, jobs, args, label):
     """Every setting, every repeat, every policy in turn -> rows, medians over repeats with [least, most] of the throughput.
 
     parts_of(): fresh Parts for a run. Repeats are outermost, policies innermost: what the machine does, it does to all alike.
     """
     settings = [("concurrency", c) for c in args.concurrency] + [("rate", r) for r in args.rates]
-    longest = max(len(ids) for ids, _ in prompts) + args.max_new_tokens
-    jobs = [(repeat, kind, x, name) for repeat in range(args.repeats) for kind, x in settings for name in policies]
+    longest = max(len(ids) for ids, _ in jobs) + args.max_new_tokens
+    runs_to_do = [(repeat, kind, x, name) for repeat in range(args.repeats) for kind, x in settings for name in policies]
     runs = {}
     # the load depends on the repeat and on nothing else: every policy gets the same requests in the same order
-    for repeat, kind, x, name in track(jobs, label, console=Console(stderr=True)):
-        load = workload(prompts, args.max_new_tokens, args.temperature, 10_000 * repeat)
+    for repeat, kind, x, name in track(runs_to_do, label, console=Console(stderr=True)):
+        load = workload(jobs, args.max_new_tokens, args.temperature, 10_000 * repeat)
         slots = x if kind == "concurrency" else args.slots
         row = run_one(parts_of(), policies[name], load, args, slots, longest, **{kind: x}, seed=repeat)
         runs.setdefault((name, kind, x), []).append(row)
@@ -477,6 +479,7 @@ def parse(argv):
         c.add_argument("--quick", action="store_true", help="fewer and shorter runs")
         c.add_argument("--target"), c.add_argument("--drafter"), c.add_argument("--device", default="auto")
         c.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
+    c = commands.choices["simulate"]  # the rest is simulate's alone
     c.add_argument("--curve", choices=["h200", "here"], default="h200", help="what cycles cost: made up, or profiled on this machine")
     c.add_argument("--acceptance", type=Path, default=RECORD, help="file of recorded acceptance (default: docs/results/acceptance.json)")
     c.add_argument("--record", action="store_true", help="make that file first, with the model")

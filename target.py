@@ -97,7 +97,7 @@ def attend(q, k, v, mask):
     S, T, H, d = q.shape
     J = k.shape[2]
     group = H // J
-    q = q.view(S, T, J, group, d).permute(0, 2, 3, 1, 4).reshape(S, J, group * T, d)
+    q = q.view(S, T, J, group, d).permute(0, 2, 3, 1, 4).reshape(S, J, group * T, d)  # from (S, T, H, d)
     if mask is not None:
         mask = mask[:, None, None].expand(S, 1, group, T, mask.shape[-1]).reshape(S, 1, group * T, -1)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
@@ -159,13 +159,18 @@ class KVCache:
 
 
 class Rows:
-    """N packed rows of several requests: where each belongs, and the padded (S, T) grid in which attention sees them.
+    """N packed rows of several requests, and the padded (S, T) grid in which attention sees them. Say slot 0 holds 5 tokens and
+    runs 3 rows, slot 2 holds 9 and runs 1, slot 1 rests:
 
-    slots, positions (N,) int64, sorted by slot. Everything outside attention works on the N real rows, so padding costs
-    nothing there, and since only real rows are written to the cache, padding can never touch a neighbour. The grid spans the slots
-    from the first to the last, of which attention reads the cache in place; unless most of those have no row (two prompts that begin
-    in slots 3 and 60): then it holds only those that have, and their part of the cache is copied.
-    sees (N,): the last cached position a row may look at; by default its own (causal). A draft block looks at all of itself.
+        slots      0 0 0 2        grid   r0 r1 r2   slot 0       N = 4 rows, S = 3 lines, T = 3
+        positions  5 6 7 9               .  .  .    slot 1       length L = 10; row r0 sees keys 0..5 of slot 0
+                                         r3 .  .    slot 2
+
+    slots, positions (N,) int64, sorted by slot. All but attention works on the N real rows, and only those are written, so padding
+    costs nothing there and touches nobody.
+    sees (N,)   last cached position a row may look at: its own (causal), or for a draft block the block's end
+    full        no padding: the grid is a view.   all_seen: no mask either.   one_run: one slot, consecutive: slices, not indices
+    grid_slots  a slice, so the cache is read in place; where most lines would be empty (slots 3 and 60) a list, and it is copied
     """
 
     def __init__(self, slots, positions, dtype, sees=None):
@@ -230,7 +235,7 @@ class Layer(nn.Module):
         self.mlp_norm, self.mlp = RMSNorm(c.d_model, c.norm_eps), SwiGLU(c.d_model, c.d_ff)
 
     def forward(self, x, index, rows, cache, cos, sin):
-        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
+        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)  # x (N, D) -> (N, H, d), (N, J, d) twice
         cache.write(index, rows, k, v)  # before reading: a row sees itself and the draft rows before it
         x = x + self.attn.out(rows.from_grid(attend(rows.to_grid(q), *cache.read(index, rows), rows.mask)))
         return x + self.mlp(self.mlp_norm(x))

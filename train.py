@@ -2,10 +2,11 @@
 
     python train.py generate     dialogues that the target writes itself, into data/*.npz
     python train.py fit          a drafter from random anchors in those dialogues, into weights/NAME.safetensors
+    python train.py refit        its confidence head anew, on held-out dialogues (fit ends with this)
     python train.py calibrate    its bias and Sequential Temperature Scaling, on real decoding of held-out questions
     python train.py export DIR   a drafter as a checkpoint folder for serving engines (deepspec.py, docs/growing.md)
 
-Each resumes after an interruption, shows its progress, and leaves a record beside the weights (weights/NAME.json).
+generate and fit resume after an interruption; the others are short. Each leaves a record beside the weights (weights/NAME.json).
 The dialogues and the split into training and held out are corpus.py's.
 Letters  B dialogues, L their padded length, A anchors each, G block length, M valid label rows, D width, K draft vocabulary.
 """
@@ -38,7 +39,7 @@ from target import keep_freed_memory
 def make_batch(dialogues, features, n_anchors, G, rng):
     """Pad B dialogues and their features to length L, choose A anchors in each answer and mark the labels that exist.
 
-    Slots count from 0 here: slot k of anchor a predicts token a + k + 1, and row a + k holds the target's distribution of it.
+    k counts from 0 here: input k of the block at anchor a predicts token a + k + 1, and the target's row a + k holds its distribution.
     Labels past the end of a dialogue are masked: always a suffix of the block. Anchors start at the answer's first token, as
     in decoding. -> tokens (B, L), features (B, L, m * D), anchors (B, A), valid (B, A, G), and per label row, (M, ..): k, label,
     last and normaliser of the target's row.
@@ -65,10 +66,11 @@ def make_batch(dialogues, features, n_anchors, G, rng):
 class DraftLoss(torch.autograd.Function):
     """The drafting loss over M label rows, with its gradient, and what each row says about acceptance.
 
-        L_ce = -w log p_draft(label)              cross entropy                                        (Sec. 3.3, Eq. 9-12
-        L_tv =  w |p_draft - p_target|_1          total variation, times 2                              and Eq. 8)
+        L_ce = -w log p_draft(label)              cross entropy                                                    (Eq. 9)
+        L_tv =  w |p_draft - p_target|_1          total variation, times 2                                         (Eq. 10)
         L_kl = -w sum p_target log p_draft        forward KL but for the target's own entropy: ours, not the paper's
-        c*   = 1 - 0.5 |p_draft - p_target|_1     the chance that a token drawn from p_draft is accepted
+        c*   = 1 - 0.5 |p_draft - p_target|_1     the chance that a token drawn from p_draft is accepted           (Eq. 8)
+        L    = 0.1 L_ce + 0.9 L_tv + 1.0 L_conf   the paper's mix (Eq. 12); L_conf (Eq. 11) is losses()'s
     Returns mix[0] L_kl + mix[1] L_ce + mix[2] L_tv, summed; c* (M,); min(1, p_draft / p_target) of the label (M,); and whether
     the label is p_draft's argmax (M,). Over the whole vocabulary: outside draft_ids p_draft is 0.
 
@@ -289,6 +291,8 @@ def prepare(args):
     config = DrafterConfig(args.gamma, args.layers, tuple(args.feature_layers), args.head, args.rank, args.anchor_state)
     # trained weights in fp32 with products in bf16 (autocast), frozen ones in bf16 throughout
     if args.start:
+        if args.start.is_dir():
+            raise ValueError(f"--start {args.start}: a drafter's .safetensors file; a checkpoint folder's own embedding and head would be lost")
         drafter = drafting.load(args.start, target, packed=False).float().requires_grad_(True)
         if drafter.config != config:
             raise ValueError(f"{args.start} is another kind of drafter ({drafter.config}): give its options to 'fit' as well")
