@@ -80,4 +80,4 @@ def parallel(module):
     if rank_and_world()[1] == 1:
         return module
     # buffers are the target's, frozen: nothing to send anew at every step
-    return torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, static_graph=True)
+    return torch.nn.parallel.DistributedDataParallel(module, forward_sync_buffers=False, static_graph=True)
