@@ -39,6 +39,7 @@ def run(task, together):
         else:  # errors pass through: they are printed outside
             with redirect_stdout(nowhere), redirect_stderr(nowhere):
                 task()
+    dist.barrier()  # no rank closes its connections while another still uses them
     dist.destroy_process_group()
 
 
@@ -47,9 +48,9 @@ def first_to_fail() -> bool:
     follows from its end (a closed connection), or the same one again."""
     if not launched():
         return True
-    # torchrun's own store outlives every rank; counts begin anew when it starts the ranks anew (--max-restarts)
+    # torchrun's own store: it outlives every rank, and is new whenever the ranks are started anew (--max-restarts)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return store.add(f"failed in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) == 1
+    return store.add("failed", 1) == 1
 
 
 def barrier():

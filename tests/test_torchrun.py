@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from io import StringIO
@@ -31,7 +32,7 @@ from test_train import SMALL, V, dialogue, make, write_shards
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this PyTorch has no gloo")
 UPDATES = 8
 FIT = (*SMALL, "--updates", UPDATES, "--eval-every", 4)
-GENERATE = ("generate", "--sequences", 25, "--shard", 5, "--slots", 3, "--max-question", 6, "--max-answer", 6, "--feature-layers", 0, 1)
+GENERATE = ("generate", "--sequences", 25, "--shard", 5, "--slots", 3, "--max-question", 8, "--max-answer", 9, "--feature-layers", 0, 1)
 
 
 def fake(m):
@@ -164,8 +165,7 @@ def worker(folder, names):
     said) and NAME.r (exit code, and the files that it wrote)."""
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
-    for number, name in enumerate(names):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # as if started anew: the keys in torchrun's store are of this attempt
+    for name in names:
         written, code = [], 0
 
         def note(module, function, at):
@@ -174,6 +174,10 @@ def worker(folder, names):
 
         with (pytest.MonkeyPatch.context() as m, open(folder / f"{name}.{rank}.out", "w") as out, open(folder / f"{name}.{rank}.err", "w") as err,
               redirect_stdout(out), redirect_stderr(err)):
+            # torchrun gives every start a store of its own; here all use one, under other names
+            store = dist.TCPStore
+            for module in (dist, sys.modules["torch.distributed.rendezvous"]):
+                m.setattr(module, "TCPStore", lambda *args, **kw: dist.PrefixStore(name, store(*args, **kw)))
             for module, function, at in ((torch, "save", 1), (drafting, "save", 1), (train, "write_record", 0), (corpus, "save_features", 0)):
                 note(module, function, at)
             try:
@@ -181,6 +185,8 @@ def worker(folder, names):
             except SystemExit as error:
                 code = error.code
             (folder / f"{name}.{rank}").write_text(json.dumps(dict(code=code, written=written, left=dist.is_initialized())))
+        while not (folder / f"{name}.{1 - int(rank)}").exists():  # a rank that goes on alone would pull the group from under the other
+            time.sleep(0.01)
         if dist.is_initialized():  # after an error, where a process would have ended
             dist.destroy_process_group()
 
@@ -193,11 +199,11 @@ def failing(folder):
         fit(m, folder, "failing")
 
 
-def torchrun(*args, check=False):
+def torchrun(*args):
     root = Path(__file__).parent.parent
     env = os.environ | dict(PYTHONPATH=f"{root}", OMP_NUM_THREADS="1")
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, *map(str, args)],
-                          env=env, cwd=root, capture_output=True, text=True, timeout=600, check=check)
+                          env=env, cwd=root, capture_output=True, text=True, timeout=600)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +234,8 @@ def folder(tmp_path_factory):
     alone(generate, folder / "by one")
     for path in (folder / "data").glob("*.features"):
         path.rename(f"{path}.of_one")  # two ranks make them again
-    torchrun(folder, *SCENARIOS, check=True)
+    done = torchrun(folder, *SCENARIOS)
+    assert done.returncode == 0, done.stderr
     alone(fit, folder, "two-one")
     (folder / "alone.out").write_text(said.getvalue())
     return folder
