@@ -77,7 +77,8 @@ def share(weight):
 
 def parallel(module):
     """The module, in DDP if there are several ranks. Its forward must hold all of the loss: DDP learns from what one forward and
-    backward touch which gradients to wait for. What never has one (an autoregressive drafter's W1) is found in the first step."""
+    backward touch which gradients to wait for. What never has one (an autoregressive drafter's W1) is found in the first step; so nothing else may
+    run backward through the module from here on."""
     if rank_and_world()[1] == 1:
         return module
     # buffers are the target's, frozen: nothing to send anew at every step

@@ -100,15 +100,15 @@ def nan(result):
 
 def gradients_of_a_batch():
     """In float64 but for DraftLoss, every head: two ranks' gradients against those of losses() over the whole batch.
-    -> {head through: largest difference, largest difference without ranks.share, both relative to the largest gradient}"""
+    -> {case: largest difference in the first step, in a later one, and without ranks.share; relative to the largest gradient}"""
     rank, world = ranks.rank_and_world()
-    # answers of 34, 1, 33 and 3 tokens, the last of which rank 1 has: 4 times fewer labels than rank 0 (or none, in the second batch)
+    # answers of 34, 3, 33 and 1 tokens: rank 1 has the second and the fourth, a few labels; or none, in the second batch
     long, none, half, few = dialogue(40, 6, seed=1), dialogue(11, 10, seed=2), dialogue(38, 5, seed=3), dialogue(9, 6, seed=4)
     found = {}
     for head in drafting.KINDS:
         target, drafter = make(head)
         for through, part in ((False, [long, few, half, none]), (True, [long, few, half, none]), (True, [long, none, half, none])):
-            features, model = corpus.extract(target, part, (0, 1)), ranks.parallel(train.ShareOfLoss(drafter))
+            features = corpus.extract(target, part, (0, 1))
 
             def gradient(model, mine):
                 drafter.zero_grad()
@@ -117,11 +117,14 @@ def gradients_of_a_batch():
                 return torch.cat([p.grad.flatten().clone() for p in drafter.parameters() if p.grad is not None])
 
             one = gradient(lambda *args: train.losses(drafter, *args), slice(None))
+            # only now: DDP takes whatever runs backward after it was made for a part of its own first step
+            model = ranks.parallel(train.ShareOfLoss(drafter))
             two = gradient(model, slice(rank, None, world))
             with pytest.MonkeyPatch.context() as m:
                 m.setattr(ranks, "share", lambda weight: 1.0)
                 broken = gradient(model, slice(rank, None, world))
-            found[f"{head} {through} {part[1] is none}"] = [((g - one).abs().max() / one.abs().max()).item() for g in (two, broken)]
+            again = gradient(model, slice(rank, None, world))  # DDP's first step, which learns the graph, is not like the others
+            found[f"{head} {through} {part[1] is none}"] = [((g - one).abs().max() / one.abs().max()).item() for g in (two, again, broken)]
     return found
 
 
@@ -228,7 +231,7 @@ def folder(tmp_path_factory):
         alone(fit, folder, "one")
     torch.save(dict(drafter=start["drafter"].state_dict()), folder / "data" / "start.ckpt")
     with pytest.MonkeyPatch.context() as m, pytest.raises(SystemExit, match="the same command resumes"):
-        after(m, 5, stop)
+        after(m, 3, stop)
         alone(fit, folder, "one-two")
     alone(fit, folder, "bf16-one", double=False)
     alone(generate, folder / "by one")
@@ -241,11 +244,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def distance(folder, a, b):
-    """How far the weights of two runs are from each other, relative to how far the first has come from the start."""
-    start, a, b = (torch.load(folder / "data" / f"{name}.ckpt")["drafter"] for name in ("start", a, b))
-    names = [n for n in start if start[n].numel()]
-    start, a, b = (torch.cat([state[n].double().flatten() for n in names]) for state in (start, a, b))
+def distance(folder, a, b, names=""):
+    """How far the weights of two runs (whose names begin so) are from each other, relative to how far the first has come."""
+    start, a, b = (torch.load(folder / "data" / f"{run}.ckpt")["drafter"] for run in ("start", a, b))
+    start, a, b = (torch.cat([state[n].double().flatten() for n in start if n.startswith(names)]) for state in (start, a, b))
     return ((a - b).norm() / (a - start).norm()).item()
 
 
@@ -264,36 +266,37 @@ def test_gradients_of_two_ranks_are_those_of_one(folder):
     for rank in (0, 1):
         found = json.loads((folder / f"gradients.{rank}.json").read_text())
         assert len(found) == 3 * len(drafting.KINDS)
-        for case, (right, without_share) in found.items():
-            assert right < 1e-5 and without_share > 1e-2, case
+        for case, (first, later, without_share) in found.items():
+            assert max(first, later) < 1e-5 and without_share > 0.1, case
 
 
 def test_two_processes_train_what_one_does(folder):
-    """8 updates, real optimizers. Gradients agree to 1e-6 (above), but Muon rounds its own to bf16: an element whose neighbours in bf16
-    are equally near goes the other way (2^-8 of itself), and Muon lifts small directions to the size of large ones. So 2e-3, of the
-    distance that training has come: 1 % of what ignoring the ranks' weights would do is below that."""
-    assert distance(folder, "one", "two") < 2e-3
-    assert distance(folder, "one", "broken") > 0.05
+    """8 updates, real optimizers, float64. Gradients agree to 1e-7 (above), so AdamW's weights to a few times that, but for elements with
+    next to no gradient: 1e-3 in all. Muon orthogonalises in bf16 whatever it is given: once one element has rounded to its other
+    neighbour, all that follows may, each by 2^-8 of itself in the matrix that is applied. Hence 2^-7 of the distance trained, for
+    all weights together. Without the scaling by weight they end elsewhere."""
+    assert distance(folder, "one", "two") < 2**-7 and distance(folder, "one", "two", "head.W2") < 1e-3
+    assert distance(folder, "one", "broken") > 0.1 and distance(folder, "one", "broken", "head.W2") > 0.1
 
 
 def test_two_processes_in_bf16_differ_by_its_rounding(folder):
-    """As train.py runs: products in bf16. Each rank rounds its own half of a gradient (2^-9 of it), through some ten products in
-    series, and each of 8 updates of Muon and Adam starts from its own rounded weights. The same dialogues in another order differ
-    by 2 % of the distance trained in one process, for that reason alone; here 8 % are allowed."""
-    assert 0 < distance(folder, "bf16-one", "bf16-two") < 0.08 < distance(folder, "one", "broken")
+    """As train.py runs: products in bf16. The float64 run says how far its rounding takes one process from the exact weights, e; two
+    processes round other sums, their own halves of each, and are as far from them. Independent errors of that size differ by
+    sqrt(2) e; these are less than independent."""
+    e = distance(folder, "one", "bf16-one")
+    assert 0 < distance(folder, "bf16-one", "bf16-two") < 2**0.5 * e < distance(folder, "one", "broken")
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_processes(folder):
-    assert distance(folder, "one", "one-two") < 2e-3 and distance(folder, "one", "two-one") < 2e-3
-    assert "one-two.ckpt at update 5" in ends(folder, "resumed")[2][0] and "two-one.ckpt at update 3" in (folder / "alone.out").read_text()
-    codes, _, _, lines = ends(folder, "interrupted")
-    assert sorted(codes, key=str) == [1, "\nstopped; the same command resumes"] or codes[0] == 1 != codes[1]
+    assert max(distance(folder, "one", "one-two"), distance(folder, "one", "two-one")) < 2**-7
+    assert "one-two.ckpt at update 3" in ends(folder, "resumed")[2][0] and "two-one.ckpt at update 3" in (folder / "alone.out").read_text()
+    assert sorted(map(str, ends(folder, "interrupted")[0])) == ["\nstopped; the same command resumes", "1"]  # whoever was first says it
 
 
 def test_rank_0_alone_writes_and_prints(folder):
     for name, files in (("two", ["two.ckpt.part"] * UPDATES + ["two.safetensors", "two.json"]), ("refit", ["bf16-two.safetensors", "bf16-two.json"])):
         codes, written, out, lines = ends(folder, name)
-        assert codes == [0, 0] and [w for w in written[0] if "shard" not in w] == files and "held-out" in out[0].replace("held out", "held-out")
+        assert codes == [0, 0] and [w for w in written[0] if "shard" not in w] == files and "held" in out[0]
         assert not [w for w in written[1] if "shard" not in w] and not out[1] and not lines
         assert not any(json.loads((folder / f"{name}.{rank}").read_text())["left"] for rank in (0, 1))  # the group has ended
     one, two = (json.loads((folder / "out" / f"bf16-{n}.json").read_text()) for n in ("one", "two"))
