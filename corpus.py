@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import checkpoints
+import ranks
 import smollm2
 from verify import logits_to_probs, sample
 
@@ -140,7 +141,10 @@ def write_dialogues(target, encoding, n, slots, max_question, max_answer, seed, 
 
 
 def generate(args):
-    """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes."""
+    """Write args.sequences dialogues in shards of args.shard; finished shards are skipped, so a second run resumes.
+
+    Under torchrun rank r of n writes shards r, r + n, ..: by number, not by what is missing, which others change meanwhile."""
+    rank, world = ranks.rank_and_world()
     target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     most = target.config.n_layers - 2
     if args.feature_layers != sorted(set(args.feature_layers) & set(range(most + 1))):
@@ -151,10 +155,10 @@ def generate(args):
     for path in paths:
         if path.exists() and (found := str(load_shard(path).get("settings", settings))) != settings:
             raise smollm2.SetupError(f"{path} was written with other settings ({found}, not {settings}): use another --seed or --data")
-    todo = [(i, path) for i, path in enumerate(paths) if not path.exists()]
+    todo = [(i, path) for i, path in enumerate(paths) if i % world == rank and not path.exists()]
     begin, tokens, done = time.time(), 0, 0
     for i, path in todo:
-        # a seed per shard: it holds the same dialogues whether or not those before it were written in the same run
+        # a seed per shard: it holds the same dialogues whether or not those before it were written in the same run, and by whom
         dialogues, states = [], []
         for w, kept in write_dialogues(target, encoding, args.shard, args.slots, args.max_question, args.max_answer,
                                        args.seed * 10000 + i, args.feature_layers):
@@ -177,6 +181,7 @@ def generate(args):
         with open(unfinished, "wb") as f:
             np.savez_compressed(f, settings=settings, **arrays)
         unfinished.rename(path)  # whole or not at all
+    ranks.barrier()
     print(f"\n{len(paths)} shards in {args.data}", file=sys.stderr)
 
 
@@ -301,14 +306,15 @@ class Features:
     """The features of all dialogues, read from files beside their shards; made here where they are missing.
 
     On disk, so that they are computed once however often training is started; mapped, so that memory holds what it can.
+    Under torchrun each rank makes what is missing of its share of the shards.
     """
 
     def __init__(self, target, layers, dialogues, batch_tokens=3000):
-        self.files, by_shard = {}, {}
+        self.files, by_shard, (rank, world) = {}, {}, ranks.rank_and_world()
         for d in dialogues:
             by_shard.setdefault(d.shard, []).append(d)
         made = {shard: made_from(layers, part) for shard, part in by_shard.items()}
-        missing = {shard for shard in made if not self.open(shard, made[shard])}
+        missing = {shard for shard in sorted(made)[rank::world] if not self.open(shard, made[shard])}
         todo, done, begin = sum(len(d.ids) for d in dialogues if d.shard in missing), 0, time.time()
         for path in sorted(missing):
             mine = sorted(by_shard[path], key=lambda d: len(d.ids))  # alike lengths: little padding
@@ -325,9 +331,10 @@ class Features:
                 left = (time.time() - begin) / done * (todo - done) / 60
                 print(f"\rfeatures: {done}/{todo} tokens, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
             save_features(path, made[path], features, last, normaliser)
-            assert self.open(path, made[path])
         if missing:
             print(file=sys.stderr)
+        ranks.barrier()  # all are made
+        assert all(self.open(shard, made[shard]) for shard in made), "do all processes see the same folder?"
 
     def open(self, shard, made) -> bool:
         """Map the shard's features if they exist and were made from the same."""

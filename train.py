@@ -6,7 +6,8 @@
     python train.py calibrate    its bias and Sequential Temperature Scaling, on real decoding of held-out questions
     python train.py export DIR   a drafter as a checkpoint folder for serving engines (deepspec.py, docs/growing.md)
 
-generate and fit resume after an interruption; the others are short. Each leaves a record beside the weights (weights/NAME.json).
+generate and fit resume after an interruption, and run as several processes under torchrun (ranks.py); the others are short. Each leaves
+a record beside the weights (weights/NAME.json).
 The dialogues and the split into training and held out are corpus.py's.
 Letters  B dialogues, L their padded length, A anchors each, G block length, M valid label rows, D width, K draft vocabulary.
 """
@@ -26,6 +27,7 @@ import checkpoints
 import corpus
 import deepspec
 import drafter as drafting
+import ranks
 import scheduler
 import smollm2
 import study
@@ -36,24 +38,25 @@ from target import keep_freed_memory
 # fit
 
 
-def make_batch(dialogues, features, n_anchors, G, rng):
+def make_batch(dialogues, features, n_anchors, G, rng, mine=slice(None)):
     """Pad B dialogues and their features to length L, choose A anchors in each answer and mark the labels that exist.
 
     k counts from 0 here: input k of the block at anchor a predicts token a + k + 1, and the target's row a + k holds its distribution.
     Labels past the end of a dialogue are masked: always a suffix of the block. Anchors start at the answer's first token, as
-    in decoding. -> tokens (B, L), features (B, L, m * D), anchors (B, A), valid (B, A, G), and per label row, (M, ..): k, label,
+    in decoding. mine: the dialogues of this rank, and features theirs; anchors are drawn for all, so that they do not depend on
+    who computes what. -> tokens (B, L), features (B, L, m * D), anchors (B, A), valid (B, A, G), and per label row, (M, ..): k, label,
     last and normaliser of the target's row.
     """
+    # a random few of each answer's positions; sorted, so that a short answer's unused anchors come last, and masked
+    drawn = [np.sort(rng.permutation(np.arange(d.answer, len(d.ids) - 1))[:n_anchors]) for d in dialogues][mine]
+    dialogues = dialogues[mine]
     B, L = len(dialogues), max(len(d.ids) for d in dialogues)  # dialogues of a batch differ in length: padded at the end,
     # where no context and no label ever looks
     tokens, anchors = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, n_anchors, dtype=torch.long)
     stacked = torch.zeros(B, L, features[0][0].shape[1], dtype=features[0][0].dtype)
     valid = torch.zeros(B, n_anchors, G, dtype=torch.bool)
-    for b, (d, (f, _, _)) in enumerate(zip(dialogues, features)):
+    for b, (d, (f, _, _), chosen) in enumerate(zip(dialogues, features, map(torch.from_numpy, drawn))):
         tokens[b, : len(d.ids)], stacked[b, : len(d.ids)] = d.ids, f
-        # a random few of the answer's positions; sorted, so that a short answer's unused anchors come last, and masked
-        candidates = np.arange(d.answer, len(d.ids) - 1)
-        chosen = torch.from_numpy(np.sort(rng.permutation(candidates)[:n_anchors]))
         anchors[b, : len(chosen)] = chosen
         valid[b, : len(chosen)] = chosen[:, None] + torch.arange(1, G + 1) < len(d.ids)
     b, a, k = valid.nonzero(as_tuple=True)  # (M,) each: from here on only labels that exist cost anything
@@ -149,6 +152,18 @@ def losses(drafter, batch, mix, decay, through):
     # a soft label, detached (it comes out of DraftLoss without a gradient): the head learns to predict, not to please
     conf_loss = (w * F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")).sum()
     return loss + conf_loss, accept, passed, agree, confidence.detach()
+
+
+class ShareOfLoss(torch.nn.Module):
+    """losses() of this rank's dialogues, scaled so that its mean over ranks is the loss of the whole batch (ranks.share)."""
+
+    def __init__(self, drafter):
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, batch, mix, decay, through):
+        loss, *rows = losses(self.drafter, batch, mix, decay, through)
+        return loss * ranks.share(torch.exp(-batch[-1]["k"] / decay).sum()), *rows
 
 
 def tau_by_position(value, valid, passed=None):
@@ -268,6 +283,8 @@ def prepare(args):
     target, encoding = checkpoints.load_target(args.target, dtype=torch.bfloat16)
     if len(training) < args.batch:
         raise ValueError(f"{len(training)} training dialogues are fewer than one batch of {args.batch}: generate more, or lower --batch")
+    if args.batch < ranks.rank_and_world()[1]:
+        raise ValueError(f"--batch {args.batch}: every one of the {ranks.rank_and_world()[1]} processes needs a dialogue of each batch")
     if not 1 <= args.draft_vocab <= target.config.vocab_size:
         raise ValueError(f"--draft-vocab {args.draft_vocab}: must be in 1..{target.config.vocab_size}")
     if args.feature_layers != sorted(set(args.feature_layers) & set(range(target.config.n_layers - 1))):
@@ -325,7 +342,23 @@ def resume(checkpoint, made_for, drafter, optimizers):
     return state["update"], state["history"], state["spent"]
 
 
+def batch_at(update, args, training, features, gamma):
+    """This rank's share of an update's batch. It follows from seed and update alone: a resumed run sees what it would have seen,
+    whatever the number of processes before and after."""
+    rank, world = ranks.rank_and_world()
+    epoch, step = divmod(update, len(training) // args.batch)
+    order = np.random.default_rng([args.seed, epoch]).permutation(len(training))  # one per epoch
+    part, mine = [training[i] for i in order[step * args.batch : (step + 1) * args.batch]], slice(rank, None, world)
+    return make_batch(part, [features.get(d) for d in part[mine]], args.anchors, gamma, np.random.default_rng([args.seed, update, 1]), mine)
+
+
+def save_checkpoint(path, drafter, optimizers, **rest):
+    torch.save(dict(drafter=drafter.state_dict(), optimizers=[o.state_dict() for o in optimizers], **rest), f"{path}.part")
+    Path(f"{path}.part").replace(path)
+
+
 def fit(args):
+    rank, _ = ranks.rank_and_world()
     torch.manual_seed(args.seed)
     drafter, features, training, held_out, facts = prepare(args)
     optimizers = make_optimizers(drafter, args.lr)
@@ -340,23 +373,19 @@ def fit(args):
         return
     if update:
         print(f"resuming {checkpoint} at update {update}", flush=True)
+    model = ranks.parallel(ShareOfLoss(drafter))
     begin, first, saved = time.time(), update, time.time()
     running = []
     while update < args.updates:
-        # a permutation per epoch, from seed and epoch alone: a resumed run sees the order it would have seen
-        per_epoch = len(training) // args.batch
-        epoch, step = divmod(update, per_epoch)
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(training))
-        part = [training[i] for i in order[step * args.batch : (step + 1) * args.batch]]
-        batch = make_batch(part, [features.get(d) for d in part], args.anchors, drafter.gamma,
-                           np.random.default_rng([args.seed, update, 1]))
+        batch = batch_at(update, args, training, features, drafter.gamma)
         # linear warm-up over 4 % (Sec. 5.1), then a cosine to nearly nothing
         progress = update / args.updates
         scale = min(1.0, (update + 1) / (0.04 * args.updates)) * (0.5 + 0.5 * math.cos(math.pi * progress)) + 1e-3
-        loss, accept, passed, _, _ = losses(drafter, batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
+        loss, accept, passed, _, _ = model(batch, loss_mix(args.loss, progress), args.decay, args.confidence_through)
         for o in optimizers:
             o.zero_grad()
         loss.backward()
+        loss = ranks.mean(loss)  # of the whole batch; the training tau printed is of this rank's dialogues
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} at update {update}: lower --lr; {checkpoint} holds the last good state")
         # rare, hard batches would otherwise throw the fresh heads off
@@ -373,6 +402,8 @@ def fit(args):
             running = []
             print(f"update {update}/{args.updates}  loss {mean[0]:.3f}  training tau {mean[1]:.3f}  {seconds:.2f} s/update  "
                   f"{(args.updates - update) * seconds / 60:.0f} min left", flush=True)
+        if rank > 0:
+            continue
         if update % args.eval_every == 0 or update == args.updates:
             history.append(dict(update=update, minutes=round((spent + time.time() - begin) / 60, 1),
                                 **evaluate(drafter, features, held_out[:200], args.decay)))
@@ -380,10 +411,10 @@ def fit(args):
         # every two minutes: an interruption costs no more than that
         if time.time() - saved > 120 or update == args.updates:
             saved = time.time()
-            state = dict(drafter=drafter.state_dict(), optimizers=[o.state_dict() for o in optimizers], update=update,
-                         history=history, spent=spent + time.time() - begin, made_for=made_for)
-            torch.save(state, f"{checkpoint}.part")
-            Path(f"{checkpoint}.part").replace(checkpoint)
+            save_checkpoint(checkpoint, drafter, optimizers, update=update, history=history, spent=spent + time.time() - begin,
+                            made_for=made_for)
+    if rank > 0:
+        return
     if len(held_out) > 1:
         refit_confidence(drafter, features, held_out[::2], args.decay)  # the other half is for reports: calibrate() splits alike
         history.append(dict(update=update, confidence="refitted", **evaluate(drafter, features, held_out[1:200:2], args.decay)))
@@ -527,12 +558,17 @@ def main():
             raise ValueError("--decay and --lr must be positive")
         if "/" in getattr(args, "name", ""):
             raise ValueError(f"--name {args.name}: a name, not a path; --out names the folder")
-        args.run(args)
+        ranks.run(lambda: args.run(args), together=args.run in (corpus.generate, fit))
     except (smollm2.SetupError, ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        if ranks.first_to_fail():
+            print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command resumes")
+        sys.exit("\nstopped; the same command resumes" if ranks.first_to_fail() else 1)
+    except Exception:
+        if ranks.first_to_fail():
+            raise  # a fault of the program, with its trace
+        sys.exit(1)  # most often a connection that closed because another rank has ended, and has said why
 
 
 if __name__ == "__main__":
