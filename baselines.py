@@ -15,6 +15,7 @@ Letters    R requests, G draft positions, N rows, D width, m feature layers, B d
 Alone      python baselines.py    (PromptLookup on a text that repeats itself; with a folder of training data: count its chances)
 """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from drafter import Draft, Drafter
-from scheduler import temper
+from scheduler import as_float64, temper
 from target import Layer, RMSNorm, Rows, attend
 from verify import logits_to_probs, sample
 
@@ -169,8 +170,8 @@ class PromptLookup:
     longest = 12  # tokens compared; a longer match says little more
     # How often the token after a match of 0, 1, .. 12 tokens was copied rightly, in answers that the target wrote at temperature 0 and
     # at 1: 'python baselines.py DATA' counts it. After k tokens that passed, a match of n has become one of n + k.
-    chance = torch.tensor([[0.00, 0.25, 0.53, 0.58, 0.67, 0.75, 0.78, 0.80, 0.83, 0.85, 0.85, 0.87, 0.96],
-                           [0.00, 0.14, 0.37, 0.45, 0.56, 0.62, 0.65, 0.68, 0.72, 0.71, 0.76, 0.77, 0.84]], dtype=torch.float64)
+    chance = np.array([[0.00, 0.25, 0.53, 0.58, 0.67, 0.75, 0.78, 0.80, 0.83, 0.85, 0.85, 0.87, 0.96],
+                       [0.00, 0.14, 0.37, 0.45, 0.56, 0.62, 0.65, 0.68, 0.72, 0.71, 0.76, 0.77, 0.84]])
 
     def __init__(self, gamma: int, dtype=torch.float32, device="cpu"):
         self.gamma, self.feature_layers, self.dtype, self.device = gamma, (), dtype, device
@@ -202,11 +203,11 @@ class PromptLookup:
         return 0, [anchor] * G
 
     def chances(self, matched, temperature, G):
-        """matched (R,) tokens, temperature a number or (R,) -> c_k (R, G)."""
-        t = torch.as_tensor(temperature, dtype=torch.float64).cpu().clamp(max=1).reshape(-1, 1)  # (R or 1, 1)
-        grown = (torch.tensor(matched)[:, None] + torch.arange(G)).clamp(max=self.longest)  # (R, G)
+        """matched (R,) tokens, temperature a number or (R,) -> c_k (R, G), float32."""
+        t = np.minimum(as_float64(temperature).reshape(-1, 1), 1)  # (R or 1, 1)
+        grown = np.minimum(np.add.outer(matched, np.arange(G)), self.longest)  # (R, G)
         c = (1 - t) * self.chance[0][grown] + t * self.chance[1][grown]
-        return (c * (torch.tensor(matched)[:, None] > 0)).float()
+        return torch.from_numpy((c * (np.array(matched)[:, None] > 0)).astype(np.float32))
 
     def propose(self, anchors, slots, positions, cache, gamma, u, temperature, top_k=0, top_p=1.0):
         matched, copied = zip(*[self.follow(cache, s, a, gamma) for s, a in zip(slots.tolist(), anchors.tolist())])
@@ -248,6 +249,9 @@ class CopyFirst:
         matched, copied = zip(*[self.lookup.follow(cache.lookup, s, a, gamma) for s, a in zip(slots.tolist(), anchors.tolist())])
         confidence = self.lookup.chances(matched, temperature, gamma).to(anchors.device)  # (R, G)
         copies = confidence[:, 0] >= self.least  # (R,)
+        if not copies.any():  # nearly always, in a text that repeats nothing
+            draft = self.network.propose(anchors, slots, positions, cache.network, gamma, u, temperature, top_k, top_p)
+            return replace(draft, confidence=self.calibrated(draft.confidence, temperature))
         tokens = torch.tensor(copied, device=anchors.device)  # (R, G); rows that do not copy are replaced below
         ids, asked = tokens[copies], ~copies  # (copies, G), (R,)
         if asked.any():
@@ -255,8 +259,6 @@ class CopyFirst:
             draft = self.network.propose(anchors[asked], slots[asked], positions[asked], cache.network, gamma, u[asked],
                                          of(temperature), of(top_k), of(top_p))
             tokens[asked], confidence[asked] = draft.tokens, self.calibrated(draft.confidence, of(temperature))
-            if asked.all():
-                return Draft(tokens, draft.p_draft, confidence, draft.draft_ids)
             ids = torch.cat([ids.flatten(), draft.draft_ids])
         # the draft vocabulary of this cycle: what was copied, and the network's where it was asked
         ids = ids.unique()  # (K,) ascending
@@ -272,11 +274,10 @@ class CopyFirst:
         """STS (R, G), for each request by the temperature nearest to its own."""
         if not self.sts:
             return confidence
-        wanted = torch.as_tensor(temperature, dtype=torch.float64).cpu().reshape(-1)
-        known = sorted(self.sts)
-        nearest = (wanted[:, None] - torch.tensor(known, dtype=torch.float64)).abs().argmin(1)  # (R or 1,)
-        table = np.stack([self.sts[t] for t in known])[nearest.numpy()][:, : confidence.shape[1]]  # (R or 1, G)
-        return torch.from_numpy(temper(confidence.cpu().double().numpy(), table)).to(confidence)
+        known = np.array(sorted(self.sts))
+        nearest = np.abs(as_float64(temperature).reshape(-1, 1) - known).argmin(1)  # (R or 1,)
+        table = np.stack([self.sts[t] for t in known])[nearest][:, : confidence.shape[1]]  # (R or 1, G)
+        return torch.from_numpy(temper(as_float64(confidence), table)).to(confidence)
 
 
 def count_chances(dialogues, temperature, most=700):
