@@ -155,13 +155,33 @@ def grid(slots, gamma):
     return [(R, l) for R in Rs for l in range(gamma + 1) if R <= 2 or l in (0, 1, 2, 4, gamma)]
 
 
+def spread(R, l, longest):
+    """R verify lengths in 0..longest that add up to R l, as a scheduler chooses them: some 0, many short, a few long.
+
+    >>> spread(8, 1, 3), spread(3, 2, 2)
+    ([0, 0, 0, 1, 1, 1, 2, 3], [2, 2, 2])
+    """
+    if R == 1 or l in (0, longest):
+        return [l] * R
+    k, low, high = np.arange(longest + 1), -5.0, 5.0
+    for _ in range(50):  # the geometric law on 0..longest whose mean is l
+        middle = (low + high) / 2
+        p = np.exp(middle * k) / np.exp(middle * k).sum()
+        low, high = (middle, high) if p @ k < l else (low, middle)
+    lengths = np.searchsorted(p.cumsum(), (np.arange(R) + 0.5) / R).clip(max=longest)
+    while (missing := R * l - lengths.sum()) != 0:  # rounding
+        lengths[lengths.argmin() if missing > 0 else lengths.argmax()] += np.sign(missing)
+    return lengths.tolist()
+
+
 @torch.inference_mode()
 def measure_costs(target, drafter, slots, gamma, context=256):
     """Really run a cycle's parts -> ({(R, l): seconds of verifying}, {(R, l): seconds of drafting}, noise) (Sec. 3.2.2).
 
     R requests that hold `context` tokens each: on a processor with little bandwidth, reading those is a good part of a pass over
     many. Verifying is the target's pass over R (1 + l) rows, p_target, the acceptance test
-    and the drafter's extension by the anchors; drafting is a block of l tokens.
+    and the drafter's extension by the anchors; drafting is a block of l tokens. Where a scheduler cuts, lengths differ, and attention
+    pads all requests to the longest: so l is a mean, of lengths up to 2 l + 1. Measured with equal ones, 64 requests looked 40 % cheaper.
     """
     device, K = target.device, len(drafter.draft_ids)
     context = min(context, target.config.max_len - gamma - 1)
@@ -171,12 +191,15 @@ def measure_costs(target, drafter, slots, gamma, context=256):
 
     def verifying(R, l):
         slot = torch.arange(R, device=device)
-        rows, places = slot.repeat_interleave(1 + l), context + torch.arange(1 + l, device=device).repeat(R)
+        each = spread(R, l, min(gamma, 2 * l + 1))
+        lengths = torch.tensor(each, device=device)
+        rows, places = slot.repeat_interleave(1 + lengths), context + torch.cat([torch.arange(1 + n) for n in each]).to(device)
+        first = (1 + lengths).cumsum(0) - 1 - lengths  # (R,) the anchors' rows
         logits, features = target(torch.ones_like(rows), rows, places, cache, drafter.feature_layers)
-        p_target, lengths = logits_to_probs(logits, 1.0), torch.full((R,), l, device=device)
-        tokens = torch.ones(R, l, dtype=torch.long, device=device)
-        verify_tokens(p_target, p_draft[:R, :l], tokens, lengths, u[:R, : l + 1], drafter.draft_ids)
-        drafter.extend(torch.ones_like(slot), features[:: 1 + l], slot, torch.full_like(slot, context), draft_cache)
+        G = max(each)
+        tokens = torch.ones(R, G, dtype=torch.long, device=device)
+        verify_tokens(logits_to_probs(logits, 1.0), p_draft[:R, :G], tokens, lengths, u[:R, : G + 1], drafter.draft_ids)
+        drafter.extend(torch.ones_like(slot), features[first], slot, torch.full_like(slot, context), draft_cache)
 
     def drafting(R, l):
         slot = torch.arange(R, device=device)
@@ -204,7 +227,7 @@ def cached_costs(target, drafter, slots, gamma, path: Path, again=False, show=No
         shapes += (drafter.target_config,)
     models = hashlib.sha1(repr(shapes).encode()).hexdigest()[:12]
     key = (f"{platform.node()} torch {torch.__version__} models {models} {target.dtype} {target.device} threads "
-           f"{torch.get_num_threads()} slots {slots} G {gamma} context {context}")
+           f"{torch.get_num_threads()} slots {slots} G {gamma} context {context} spread")
     try:
         known = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or not ours: measure

@@ -522,11 +522,12 @@ def models(args):
 
 
 def costs_here(setup, prompts, gamma, args):
-    """This machine's costs, for as many requests as there will be and contexts as long as theirs are about."""
+    """This machine's costs, for as many requests as there will be, and contexts about as long as the longest among them: attention pads
+    all to that."""
     most = max([*args.concurrency, args.slots if args.rates else 1])
-    mean = sum(len(smollm2.chat(setup.encoding, text)) for _, text in prompts) / len(prompts)
-    # limits average 5/8 of the longest, and a request in mid-answer has half of that; rounded, so that the profile is found again
-    context = 32 * max(1, round((mean + args.max_new_tokens * 5 / 16) / 32))
+    longest = max(len(smollm2.chat(setup.encoding, text)) for _, text in prompts)
+    # limits average 5/8 of the longest answer; rounded, so that the profile is found again
+    context = 32 * max(1, round((longest + args.max_new_tokens * 5 / 8) / 32))
     return cli.cached_costs(setup.target, setup.drafter, most, gamma, smollm2.cache_dir() / "sps.json", context=context)
 
 
