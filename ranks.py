@@ -76,9 +76,9 @@ def share(weight):
 
 
 def parallel(module):
-    """The module, in DDP if there are several ranks. Its forward must hold all of the loss: DDP learns from what one forward and
-    backward touch which gradients to wait for. What never has one (an autoregressive drafter's W1) is found in the first step; so nothing else may
-    run backward through the module from here on."""
+    """The module, in DDP if there are several ranks. Its forward must hold all of the loss: in the first step DDP learns which
+    gradients to wait for, and which never come (an autoregressive drafter's W1). So nothing else may run backward through the
+    module from here on: DDP would count it in, and never average again."""
     if rank_and_world()[1] == 1:
         return module
     # buffers are the target's, frozen: nothing to send anew at every step

@@ -175,8 +175,8 @@ def worker(folder, names):
             whole = getattr(module, function)
             m.setattr(module, function, lambda *args, **kw: written.append(Path(args[at]).name) or whole(*args, **kw))
 
-        with (pytest.MonkeyPatch.context() as m, open(folder / f"{name}.{rank}.out", "w") as out, open(folder / f"{name}.{rank}.err", "w") as err,
-              redirect_stdout(out), redirect_stderr(err)):
+        with (pytest.MonkeyPatch.context() as m, open(folder / f"{name}.{rank}.out", "w") as out,
+              open(folder / f"{name}.{rank}.err", "w") as err, redirect_stdout(out), redirect_stderr(err)):
             # torchrun gives every start a store of its own; here all use one, under other names
             store = dist.TCPStore
             for module in (dist, sys.modules["torch.distributed.rendezvous"]):
@@ -205,8 +205,8 @@ def failing(folder):
 def torchrun(*args):
     root = Path(__file__).parent.parent
     env = os.environ | dict(PYTHONPATH=f"{root}", OMP_NUM_THREADS="1")
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, *map(str, args)],
-                          env=env, cwd=root, capture_output=True, text=True, timeout=600)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, *map(str, args)]
+    return subprocess.run(run, env=env, cwd=root, capture_output=True, text=True, timeout=600)  # (a minute on a busy machine)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(folder):
 
 
 def test_rank_0_alone_writes_and_prints(folder):
-    for name, files in (("two", ["two.ckpt.part"] * UPDATES + ["two.safetensors", "two.json"]), ("refit", ["bf16-two.safetensors", "bf16-two.json"])):
+    expected = dict(two=["two.ckpt.part"] * UPDATES + ["two.safetensors", "two.json"], refit=["bf16-two.safetensors", "bf16-two.json"])
+    for name, files in expected.items():
         codes, written, out, lines = ends(folder, name)
         assert codes == [0, 0] and [w for w in written[0] if "shard" not in w] == files and "held" in out[0]
         assert not [w for w in written[1] if "shard" not in w] and not out[1] and not lines
