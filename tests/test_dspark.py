@@ -846,7 +846,10 @@ def test_measure_costs_runs_exactly_what_it_records(target, monkeypatch):
     wanted = cli.grid(5, G)
     assert {R for R, _ in wanted} == {1, 2, 4, 5} and {(R, l) for R in (1, 5) for l in (0, 1, 2, G)} <= set(wanted)
     assert stepped == wanted + [x for x in wanted if x[1]] and list(verify) == wanted and list(draft) == [x for x in wanted if x[1]]
-    assert rows == [([s for s in range(R) for _ in range(1 + l)], list(range(20, 21 + l)) * R) for R, l in verify]
+    for (slots, positions), (R, l) in zip(rows, verify, strict=True):
+        lengths = cli.spread(R, l, min(G, 2 * l + 1))
+        assert sum(lengths) == R * l and slots == [s for s, n in enumerate(lengths) for _ in range(1 + n)]
+        assert positions == [20 + k for n in lengths for k in range(1 + n)]
     assert drafted == [(list(range(R)), [20] * R, l) for R, l in draft]
 
 
