@@ -207,18 +207,21 @@ def convex(seconds):
 
 
 def search(a, R, verify, draft=0.0):
-    """Global search over the staircase: M past blocks of survivals a (M, G), sorted, stand for R
-    requests. verify (>= G + 1,) and draft are seconds at R. Returns the largest Theta, and the draft
-    tokens per request at which it lies.
+    """Global search over the staircase, for every block length g = 0..G at once: M past blocks of survivals a (M, G), sorted,
+    stand for R requests. verify (>= G + 1,) and draft (G + 1,), or one number, are seconds at R. Returns the largest Theta (G + 1,), and the draft
+    tokens per request (G + 1,) at which it lies.
 
     No early stop: that is sound only because no block in `a` is the one that is being decided on. On
     the current block it is the leak of Appendix A.
     """
     M, G = a.shape
-    tau = R * (1 + np.concatenate(([0.0], np.cumsum(np.sort(a, axis=None)[::-1]))) / M)  # (M*G + 1,)
-    l = np.arange(M * G + 1) / M
-    theta = tau / (draft + np.interp(l, np.arange(len(verify)), verify))
-    best = theta.argmax()
+    order = np.argsort(-a, axis=None)  # (M*G,)
+    inside = np.zeros((G + 1, 1 + M * G))  # 1: this draft token lies within the first g of its block; column 0: nothing is verified
+    inside[:, 1:] = order % G < np.arange(G + 1)[:, None]
+    tau = R * (1 + np.cumsum(inside * np.append(0.0, a.ravel()[order]), axis=1) / M)  # (G + 1, 1 + M*G)
+    l = np.cumsum(inside, axis=1) / M
+    theta = tau / (np.reshape(draft, (-1, 1)) + np.interp(l, np.arange(len(verify)), verify))
+    best = np.arange(G + 1), theta.argmax(axis=1)
     return theta[best], l[best]
 
 
@@ -245,7 +248,7 @@ class Async:
         if len(self.past) < 2:
             self.budget = R * G  # nothing to go by yet
         else:
-            self.budget = int(round(R * search(self.past[0], R, self.costs.verify[R])[1]))
+            self.budget = int(round(R * search(self.past[0], R, self.costs.verify[R])[1][-1]))
         return G
 
     def __call__(self, confidence):
@@ -295,7 +298,7 @@ class Adaptive:
         if len(self.blocks) < self.FIRST[0] or self.cycles < self.FIRST[1]:
             return G
         a, verify, draft = self.believed(self.blocks[: max(4 * R, self.LEAST)]), self.verify[R], self.costs.draft[R]
-        theta, l = np.array([(R / verify[0], 0.0)] + [search(a[:, :g], R, verify, draft[g]) for g in range(1, G + 1)]).T
+        theta, l = search(a[:, :G], R, verify, draft[: G + 1])  # (G + 1,) each; 0: nothing is drafted
         best = int(theta.argmax())
         other = G if best else 1 + int(theta[1:].argmax())
         seconds = draft[[best, other]] + np.interp(l[[best, other]], np.arange(len(verify)), verify)

@@ -349,7 +349,7 @@ class SearchesNow(scheduler.Async):
 
     def __call__(self, confidence):
         R = len(confidence)
-        self.budget = int(round(R * scheduler.search(scheduler.survival(confidence), R, self.costs.verify[R])[1]))
+        self.budget = int(round(R * scheduler.search(scheduler.survival(confidence), R, self.costs.verify[R])[1][-1]))
         return super().__call__(confidence)
 
 

@@ -428,7 +428,7 @@ class SearchesNow(Async):
 
     def __call__(self, confidence):
         R = len(confidence)
-        self.budget = int(round(R * search(survival(confidence), R, self.costs.verify[R])[1]))
+        self.budget = int(round(R * search(survival(confidence), R, self.costs.verify[R])[1][-1]))
         return super().__call__(confidence)
 
 
@@ -438,8 +438,7 @@ class LengthFromNow(Adaptive):
     def __call__(self, confidence):
         R, G = confidence.shape
         a, verify = survival(confidence), self.costs.verify[R]
-        theta = [R / verify[0]] + [search(a[:, :g], R, verify, self.costs.draft[R, g])[0] for g in range(1, G + 1)]
-        return np.full(R, int(np.argmax(theta)))
+        return np.full(R, int(np.argmax(search(a, R, verify, self.costs.draft[R, : G + 1])[0])))
 
 
 class ProbesByDraft(Adaptive):
@@ -523,14 +522,16 @@ def test_search_against_every_prefix():
     for _ in range(300):
         M, G, R = rng.integers(1, 6), rng.integers(1, 5), rng.integers(1, 9)
         a = survival(rng.random((M, G)))
-        verify, draft = np.cumsum(rng.random(G + 1)) + 0.1, rng.random()
-        ranked, best = sorted(a.ravel(), reverse=True), (-1, None)
-        for i in range(M * G + 1):
-            l = i / M
-            theta = R * (1 + sum(ranked[:i]) / M) / (draft + np.interp(l, range(G + 1), verify))
-            best = max(best, (theta, -l))
+        verify, draft = np.cumsum(rng.random(G + 1)) + 0.1, np.cumsum(rng.random(G + 1))
         theta, l = search(a, R, verify, draft)
-        assert theta == pytest.approx(best[0]) and l == -best[1]
+        assert theta.shape == l.shape == (G + 1,)
+        for g in range(G + 1):  # blocks of g: only their first g tokens are there
+            ranked, best = sorted(a[:, :g].ravel(), reverse=True), (-1, None)
+            for i in range(M * g + 1):
+                best = max(best, (R * (1 + sum(ranked[:i]) / M) / (draft[g] + np.interp(i / M, range(G + 1), verify)), -i / M))
+            assert theta[g] == pytest.approx(best[0]) and l[g] == -best[1]
+        alone = search(a, R, verify, 0.25)  # one number serves all lengths
+        assert (alone[0] == search(a, R, verify, np.full(G + 1, 0.25))[0]).all()
 
 
 def test_top_k():
@@ -555,7 +556,7 @@ def test_the_budget_of_async_is_two_cycles_old():
             return p.budget, p(now).tolist()
 
         budget, lengths = run(old, last, now)
-        assert sum(lengths) == budget == round(4 * search(survival(old), 4, table.verify[4])[1])
+        assert sum(lengths) == budget == round(4 * search(survival(old), 4, table.verify[4])[1][-1])
         other = run(old, rng.random((4, 5)), rng.random((4, 5)))
         assert other[0] == budget
         ranked += other[1] != lengths
